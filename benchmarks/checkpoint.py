@@ -36,6 +36,7 @@ from megatron.config import CheckpointConfig
 from megatron.engine.environment import distributed
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import CheckpointWriter, SaveResult, own_slices
+from megatron.features.async_save.writer import AsyncCheckpointWriter
 from megatron.features.older_checkpoints.retention import apply_retention
 from megatron.run.run import Run, parse_run
 from megatron.training.build import build_trainer
@@ -74,13 +75,12 @@ class Benchmark:
         self.plain = folder / "plain"
         tokenizer = run.tokenizer.save_pretrained
         checkpoint = CheckpointConfig(save=str(self.save))
-        self.writers = {}
-        for name, change in (("save", False), ("async", True)):
-            config = dataclasses.replace(
-                self.engine.config, checkpoint=dataclasses.replace(checkpoint, async_save=change)
-            )
-            with _config(self.engine, config):
-                self.writers[name] = CheckpointWriter(self.engine, run.content, tokenizer)
+        config = dataclasses.replace(self.engine.config, checkpoint=checkpoint)
+        with _config(self.engine, config):
+            self.writers = {
+                name: kind(self.engine, run.content, tokenizer)
+                for name, kind in (("save", CheckpointWriter), ("async", AsyncCheckpointWriter))
+            }
         self.steps = 0
         self.bytes = 0
 

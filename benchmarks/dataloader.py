@@ -39,10 +39,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.data.gpt_batch import GPTCollator
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import MicroBatches
 from megatron.data.samples import SampleDataset
 from megatron.engine.environment import distributed

@@ -30,7 +30,7 @@ import numpy as np
 
 from megatron.data.gpt_dataset import GPTIndex, GPTRecipe
 from megatron.data.index_cache import Blocks, IndexCache
-from megatron.data.indexed.dataset import digest_of_lengths
+from megatron.data.indexed import digest_of_lengths
 
 TRILLION = 10**12
 GB = 10**9

@@ -18,9 +18,9 @@ from megatron.apps.planning.memory import peak_memory
 from megatron.apps.planning.parameters import linear_parameters, model_parameters
 from megatron.apps.planning.step_time import Hardware
 from megatron.config.layouts import Layout, StateDtypes
+from megatron.features.measured_peak.rates import peak_flops_of
 from megatron.model.flops import TransformerShape
 from megatron.parallel.cross_entropy import COMPILED_CHUNK_TOKENS
-from megatron.training.metrics import peak_flops_of
 
 
 @dataclass(frozen=True)

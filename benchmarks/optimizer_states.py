@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.apps.parity.runs import RunRecord, watched_trainer
-from megatron.data.indexed import IndexedDatasetWriter
 from megatron.engine.environment import distributed
 from megatron.engine.update.adam import Decoded
 from megatron.features.low_bit_states import stored_states

@@ -88,7 +88,7 @@ def measure_corpus(folder: Path, chunks: int, blocks: int) -> dict[str, Any]:
 
 def write_corpus(prefix: Path, chunks: int) -> None:
     """Documents of words of random letters, of which chunks are cut."""
-    from megatron.data.indexed.dataset_writer import IndexedDatasetWriter
+    from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 
     rng = np.random.default_rng(0)
     left = chunks * CHUNK // DOCUMENT

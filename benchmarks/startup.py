@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 import torch
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 
 HERE = Path(__file__).resolve().parent
 PHASES = (

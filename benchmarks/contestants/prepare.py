@@ -22,12 +22,12 @@ from megatron.checkpoint.source import Source
 from megatron.data.build import Datasets
 from megatron.families import build_model
 from megatron.features.measured_peak.products import measure_matmul_peak
+from megatron.features.measured_peak.rates import peak_flops
 from megatron.formats.huggingface import architecture_of
 from megatron.formats.huggingface.export import write_model
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import shard_of
 from megatron.run.run import Run, parse_run, run_data
-from megatron.training.metrics import peak_flops
 
 SHARD_BYTES = 2**32
 MOST_SAMPLES = 4096

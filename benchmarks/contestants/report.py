@@ -15,6 +15,7 @@ from contestants.setting import OF_TODAY, Setting
 from megatron.config import ModelFlags
 from megatron.config.features import taking_part
 from megatron.families import family_of
+from megatron.features.masked.flops import EncoderDecoderShape
 from megatron.model.flops import TransformerShape
 from megatron.run.run import parse_run
 
@@ -49,7 +50,7 @@ def shape_of(setting: Setting) -> TransformerShape:
     if not decoder:
         return shape
     own = dataclasses.replace(shape, seq_length=decoder, sees_later=False)
-    return dataclasses.replace(shape, decoder=own)
+    return EncoderDecoderShape(**vars(shape), decoder=own)
 
 
 def _of_experts(setting: Setting) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from machine import machine
 
 from megatron.apps.profiling.categories import ATTENTION, kernel_category
 from megatron.features.measured_peak.products import measure_matmul_peak
-from megatron.training.metrics import peak_flops
+from megatron.features.measured_peak.rates import peak_flops
 
 QUERY = (
     "name,driver_version,vbios_version,memory.total,power.limit,power.max_limit,"

@@ -1,1 +1,1 @@
-"""Programs around training, a folder each."""
+"""Programs around training, one folder each."""

@@ -1,8 +1,8 @@
 """Placeholders for libraries while a shell completes a command line.
 
-A program's flags are known when its modules are imported, and these import torch, which takes
-seconds. Completion runs nothing but the argument parser, so every package that is neither ours nor
-Python's is replaced by an empty module, any attribute of which is a class that accepts everything.
+A program's flags are known once its modules are imported, but these import torch, which takes
+seconds. Completion runs only the argument parser. Therefore, all packages outside this project and
+the standard library are replaced by empty modules, whose attributes are classes for any use.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _IMPORTED = sys.stdlib_module_names | {"megatron", "tools", "argcomplete"}
 
 
 def skip_libraries() -> None:
-    """Replaces all packages that are imported later."""
+    """Replace all external packages that are imported after this call."""
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
 
 
 class _Accepting(ABCMeta):
-    """A class of which every use returns the class itself; converted to a number it is 0."""
+    """Metaclass of a class that every use returns again, and that converts to the number 0."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -67,7 +67,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder:
-    """Finds every package that is not to be imported, and loads an empty one."""
+    """Import hook that replaces every external package with an empty one."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] in _IMPORTED:

@@ -1,1 +1,1 @@
-"""A command in a container, and the command lines of the programs that run containers."""
+"""Run a command in a container: command lines for docker, podman, apptainer and pyxis."""

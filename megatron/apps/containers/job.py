@@ -1,5 +1,4 @@
-"""A command in a container: its view of this machine, and the command line of each program that
-runs containers."""
+"""Description of a command in a container, and its command line for each container runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from megatron.config import ConfigError
 
-# Names, or name patterns, of the environment variables passed to a container.
+# Names, or name patterns, of environment variables that are passed to the container.
 PASSED = (
     *("NCCL_*", "TORCH_*", "GLOO_*", "UCX_*", "OMP_*", "TRITON_*", "ONEFLOW_*", "MEGATRON_*"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
@@ -26,14 +25,14 @@ PASSED = (
 )
 
 SYSTEM = tuple("/bin /dev /etc /lib /opt /proc /root /run /sbin /sys /tmp /usr /var".split())
-"""Folders of the image's own."""
+"""Folders that always come from the image."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A file or folder of this machine, and its place in the container; both absolute."""
+    """File or folder on this machine, and its path in the container. Both paths are absolute."""
 
     source: str
     target: str
@@ -41,13 +40,13 @@ class Mount:
 
     @property
     def text(self) -> str:
-        """``SOURCE:TARGET``, with ``:ro`` after it if the container may only read."""
+        """``SOURCE:TARGET``, followed by ``:ro`` if the container may only read."""
         return f"{self.source}:{self.target}{':ro' if self.read_only else ''}"
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of a container: every one, a number of them, or the ones in ``devices``."""
+    """GPUs of a container: all of them, the first ``count``, or those in ``devices``."""
 
     every: bool = False
     count: int = 0
@@ -55,7 +54,7 @@ class Gpus:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Numbers or UUIDs of certain GPUs, the first ones if a number of them is meant."""
+        """Indices or UUIDs of the selected GPUs. Empty if all GPUs are selected."""
         return self.devices or tuple(map(str, range(self.count)))
 
     @property
@@ -64,7 +63,7 @@ class Gpus:
 
 
 class ContainerUser(NamedTuple):
-    """The user that runs the command and owns the files that it writes."""
+    """User who runs the command and owns the files that it writes."""
 
     uid: int
     gid: int
@@ -73,18 +72,18 @@ class ContainerUser(NamedTuple):
 
 @dataclass(frozen=True)
 class ContainerJob:
-    """A command in a container.
+    """Command to run in a container.
 
     Attributes:
-        image: its name and tag, or the path of a file.
-        words: the command.
-        workdir: the folder in the container where it starts.
-        passed: names of the variables that keep the value that they have here.
-        environment: variables with separate values.
-        shm_size: of /dev/shm, as docker writes it (8g); None where none was given.
-        network: as docker names it.
-        user: None for root of the container.
-        options: further words for the runtime.
+        image: name and tag of the image, or the path of an image file.
+        words: the command and its arguments.
+        workdir: working directory in the container.
+        passed: names of environment variables to pass with their current values.
+        environment: environment variables with new values.
+        shm_size: size of /dev/shm in docker's format (8g). None if not given.
+        network: network, in docker's notation.
+        user: user in the container. None means root.
+        options: further arguments for the runtime.
     """
 
     image: str
@@ -102,8 +101,8 @@ class ContainerJob:
 
 
 def parse_mount(text: str, flag: str = "--mount") -> Mount:
-    """Read ``SOURCE[:TARGET[:ro]]``; the target is by default the source's path. Raises
-    ConfigError: the source does not exist, the target is not absolute, or the form is wrong."""
+    """Parse ``SOURCE[:TARGET[:ro]]``. The default target is the source's path. Raises ConfigError
+    if the source does not exist, the target is not absolute, or the format is wrong."""
     source, target, mode = [*text.split(":"), "", ""][:3]
     if text.count(":") > 2 or not source or mode not in ("", "ro", "rw"):
         raise ConfigError(f"{flag} {text}: expected SOURCE[:TARGET[:ro]]")
@@ -124,8 +123,7 @@ def parse_mount(text: str, flag: str = "--mount") -> Mount:
 
 
 def combine_mounts(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
-    """Return the mounts, each once. Raises ConfigError if two sources have the same place in the
-    container."""
+    """Return the mounts without duplicates. Raises ConfigError if two sources share a target."""
     by_target: dict[str, Mount] = {}
     for mount in mounts:
         other = by_target.setdefault(mount.target, mount)
@@ -140,7 +138,7 @@ def combine_mounts(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
 
 
 def parse_gpus(text: str) -> Gpus:
-    """Read ``all``, ``none``, a number of GPUs, or ``device=0,2``, as docker does."""
+    """Parse ``all``, ``none``, a number of GPUs, or ``device=0,2``, as docker does."""
     if text in ("all", "none"):
         return Gpus(every=text == "all")
     if text.isdecimal() and int(text):
@@ -153,8 +151,8 @@ def parse_gpus(text: str) -> Gpus:
 
 
 def passed_names(environment: Mapping[str, str], gpus: Gpus) -> tuple[str, ...]:
-    """Return the variables of :data:`PASSED` that are set here; without CUDA_VISIBLE_DEVICES, which
-    numbers the GPUs of this machine, where the container has only some of them."""
+    """Return the names of the environment variables in :data:`PASSED` that are set here. If the
+    container gets only some GPUs, CUDA_VISIBLE_DEVICES is left out, because GPUs are renumbered."""
     names = (name for name in environment if any(fnmatchcase(name, p) for p in PASSED))
     renumbered = () if gpus.every else ("CUDA_VISIBLE_DEVICES",)
     return tuple(sorted(name for name in names if name not in renumbered))
@@ -163,8 +161,8 @@ def passed_names(environment: Mapping[str, str], gpus: Gpus) -> tuple[str, ...]:
 def parse_environment(
     entries: Iterable[str], environment: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Split ``NAME`` and ``NAME=VALUE`` into names to pass on, and values. Raises ConfigError: a
-    name is malformed, or is to be passed on and not set here."""
+    """Split ``NAME`` and ``NAME=VALUE`` entries into names to pass and new values. Raises
+    ConfigError if a name is malformed, or if a variable to pass is not set here."""
     passed, values = [], {}
     for entry in entries:
         name, equals, value = entry.partition("=")
@@ -180,8 +178,8 @@ def parse_environment(
 
 
 def check_wheel(path: Path) -> Path:
-    """Return the absolute path of a wheel of this project or of a package for it. Raises
-    ConfigError for another file, or OneFlow's framework."""
+    """Return the absolute path of a wheel of this project, or of a package for it. Raises
+    ConfigError for any other file, and for OneFlow's framework."""
     if path.suffix != ".whl":
         raise ConfigError(f"--wheel {path}: expected a file that ends in .whl")
     if path.name.startswith("oneflow-"):
@@ -196,13 +194,13 @@ def check_wheel(path: Path) -> Path:
 
 
 def command_words(cmd: str | None, source: Path | None, wheel: Path | None) -> tuple[str, ...]:
-    """Return the words that run a command line in the container's shell, an interactive shell if it
+    """Return the arguments that run ``cmd`` in the container's shell, or an interactive shell if it
     is None.
 
     Args:
-        source: a checkout, mounted at its own path, whose modules come before the image's.
-        wheel: a wheel, mounted at its own path, that is installed for this container alone,
-            without what it requires: the image has that.
+        source: a checkout, mounted at its own path, whose modules take precedence over the image's.
+        wheel: a wheel, mounted at its own path, to install for this container only. Its
+          dependencies are not installed, because the image has them.
     """
     steps = []
     if wheel is not None:
@@ -216,15 +214,15 @@ def command_words(cmd: str | None, source: Path | None, wheel: Path | None) -> t
         steps.append(f"export PYTHONPATH={folders}${{PYTHONPATH:+:$PYTHONPATH}}")
     if not steps:
         return ("bash",) if cmd is None else ("bash", "-c", cmd)
-    # exec: signals for the container reach the command. It is a separate word, so that it is quoted
-    # once and can be read in the printed line.
+    # Use exec, so that signals to the container reach the command. The command is a separate
+    # argument, so that it is quoted only once and stays readable in the printed line.
     last, words = ("exec bash", ()) if cmd is None else ('exec bash -c "$0"', (cmd,))
     return ("bash", "-c", "; ".join([*steps, last]), *words)
 
 
 def unmounted_paths(cmd: str, mounts: Sequence[Mount]) -> list[str]:
-    """Return the absolute paths in a command line that are not visible in the container although
-    they, or their parent folders, exist on this machine."""
+    """Return the absolute paths in a command line that are not visible in the container, although
+    they or their parent folders exist on this machine."""
     try:
         words = shlex.split(cmd)
     except ValueError:
@@ -240,16 +238,16 @@ def unmounted_paths(cmd: str, mounts: Sequence[Mount]) -> list[str]:
     )
 
 
-SHM_SIZE = "8g"  # docker's 64 MB are too few for NCCL and loaders
+SHM_SIZE = "8g"  # docker's default of 64 MB is too small for NCCL and data loaders
 
-# Packages of ~/.local do not fit the image's Python, where a container sees the home folder.
+# Containers that share the home folder would otherwise use ~/.local packages of another Python.
 NO_USER_PACKAGES = {"PYTHONNOUSERSITE": "1"}
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A way to run containers: the names of its program (the first one installed is used), the
-    words that run a job, and True if only this machine's mounts are visible."""
+    """Container runtime: names of its program (the first installed one is used), the function that
+    builds its command line, and whether the container sees only the job's mounts."""
 
     programs: tuple[str, ...]
     command: Callable[[str, ContainerJob], list[str]]
@@ -257,8 +255,8 @@ class Runtime:
 
 
 def find_runtime(name: str | None) -> tuple[str, str]:
-    """Return a runtime of :data:`RUNTIMES` and its program: the named one, or the first that is
-    installed. Raises ConfigError: no such program is installed."""
+    """Return the name of a runtime in :data:`RUNTIMES` and its program: the runtime ``name``, or
+    the first one installed. Raises ConfigError if no such program is installed."""
     candidates = RUNTIMES if name is None else {name: RUNTIMES[name]}
     for runtime_name, runtime in candidates.items():
         for program in runtime.programs:
@@ -273,7 +271,8 @@ def find_runtime(name: str | None) -> tuple[str, str]:
 
 
 def check_image(name: str, program: str, image: str) -> None:
-    """Raises ConfigError if it is known without a registry that an image does not exist."""
+    """Check an image without contacting a registry. Raises ConfigError if it is known not to
+    exist."""
     if name == "apptainer" and _is_file(image) and not Path(image).exists():
         raise ConfigError(
             f"--image {image}: does not exist; {program} build {image} docker://NAME:TAG makes it"
@@ -289,20 +288,20 @@ def check_image(name: str, program: str, image: str) -> None:
 
 def _docker(program: str, job: ContainerJob) -> list[str]:
     gpus: list[str] = []
-    if job.gpus.devices:  # its own quotes: docker splits the value at commas
+    if job.gpus.devices:  # quoted, because docker splits the value at commas
         gpus = ["--gpus", f'"device={",".join(job.gpus.devices)}"']
     elif job.gpus.wanted:
         gpus = ["--gpus", str(job.gpus.count or "all")]
-    # An init process passes signals on, and locked memory is what InfiniBand registers.
+    # An init process forwards signals. InfiniBand needs unlimited locked memory.
     return _like_docker(program, job, ["--init", "--ulimit", "memlock=-1", *gpus])
 
 
 def _podman(program: str, job: ContainerJob) -> list[str]:
-    # SELinux would refuse the mounts, or require new labels on the user's files.
+    # Otherwise SELinux would refuse the mounts, or relabel the user's files.
     options = ["--security-opt", "label=disable"]
     for device in ("all",) if job.gpus.every else job.gpus.chosen:
         options += ["--device", f"nvidia.com/gpu={device}"]
-    if job.user is not None and job.user.uid:  # ids are the same inside and outside
+    if job.user is not None and job.user.uid:  # the same user ids inside and outside
         options += ["--userns", "keep-id"]
     return _like_docker(program, job, options)
 
@@ -313,7 +312,7 @@ def _like_docker(program: str, job: ContainerJob, own: list[str]) -> list[str]:
     environment = dict(job.environment)
     if job.user is not None:
         words += ["--user", f"{job.user.uid}:{job.user.gid}"]
-        if job.user.uid:  # the image need not know the user, who then has neither name nor home
+        if job.user.uid:  # the image may not know the user, who then has neither name nor home
             environment = {"HOME": "/tmp", "USER": job.user.name, **environment}
     for mount in job.mounts:
         words += ["-v", mount.text]
@@ -366,7 +365,7 @@ def _pyxis(program: str, job: ContainerJob) -> list[str]:
 
 
 def _enroot_image(image: str) -> str:
-    """Pyxis separates the registry from the image's name by ``#``."""
+    """Return an image name with ``#`` between registry and repository, as pyxis expects."""
     registry, slash, rest = image.partition("/")
     if _is_file(image) or "#" in image or "://" in image or not slash:
         return image
@@ -395,4 +394,4 @@ RUNTIMES = {
     "apptainer": Runtime(("apptainer", "singularity"), _apptainer, isolated=False),
     "pyxis": Runtime(("srun",), _pyxis),
 }
-"""In the order in which they are looked for."""
+"""Container runtimes by name, in the order in which they are searched for."""

@@ -1,1 +1,1 @@
-"""From text to indexed files: collected, cleaned, tokenized. Training imports none of it."""
+"""Tools that turn text into indexed files: collection, cleaning and tokenization."""

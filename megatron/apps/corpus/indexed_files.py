@@ -1,16 +1,17 @@
-"""Finds, checks, describes and merges indexed datasets."""
+"""Functions that find, check, describe and merge indexed datasets."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.data.indexed.dataset import (
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed import (
     CODE_OF_DTYPE,
     IndexedDataset,
     TokenExtremes,
@@ -19,24 +20,23 @@ from megatron.data.indexed.dataset import (
     mark_path,
     read_mark,
 )
-from megatron.data.indexed.dataset_writer import IndexedDatasetWriter
 from megatron.features.checksums.verify import checksum_path, read_checksums
-from megatron.tokenizer.mark import common_mark
+from megatron.tokenizer.mark import TokenizerMark
 from megatron.util.digests import sha256_of_file
 from megatron.util.files import write_whole
 from megatron.util.progress import progress_bar
 
 _READ_BYTES = 1 << 24
 _BLOCK = 1 << 20
-# Quantiles of longer arrays are computed from this many evenly spaced entries.
+# For more values than this, quantiles are estimated from about this many evenly spaced ones.
 _EXACT_BELOW = 1 << 24
 QUANTILES = (5, 25, 50, 75, 95)
 
 
 def find_prefixes(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """The prefixes of indexed datasets, in order; a folder is replaced by its own, sorted. Raises
-    FileNotFoundError if a path does not exist, or one of two files is missing; ValueError if a
-    folder has no indexed dataset."""
+    """Return the prefixes of indexed datasets, in order. Each folder is replaced by the sorted
+    prefixes in it. Raises FileNotFoundError if a path does not exist or one of a prefix's two files
+    is missing, and ValueError if a folder contains no indexed dataset."""
     prefixes: list[str] = []
     for path in (os.fspath(path) for path in paths):
         if not Path(path).is_dir():
@@ -69,22 +69,22 @@ class CheckResult(NamedTuple):
     tokens: int
     dtype: np.dtype
     largest_id: int | None
-    """None without token ids."""
+    """Largest token id; None if the dataset has no token ids."""
     checksums: str
-    """"equal", "written" or "none"."""
+    """Result of comparing checksums: "equal", "written", or "none" if there is no checksum file."""
 
 
 def check_dataset(
     prefix: str, vocab_size: int | None = None, *, write: bool = False
 ) -> CheckResult:
-    """Read all of a dataset once and check it, also that token ids are below `vocab_size`, if
-    given. With `write`, write the file of checksums instead of comparing. Raises ValueError if
-    something is damaged; OSError if a file is missing or cannot be read or written."""
+    """Read a dataset once and check all of it, including that token ids are below `vocab_size` if
+    given. With `write`, the checksum file is written instead of compared. Raises ValueError if the
+    dataset is damaged, and OSError if a file is missing or cannot be read or written."""
     dataset = IndexedDataset(prefix)
     dataset.verify()
     sums = {idx_path(prefix).name: sha256_of_file(idx_path(prefix))}
     extremes, sums[bin_path(prefix).name] = _read_tokens(dataset)
-    # Checksums first: they say more about a damaged .bin than an id that is out of range.
+    # Compare checksums first: they identify a damaged .bin, which an id out of range does not.
     known = {} if write else read_checksums(prefix)
     for name in sorted(known):
         if known[name] != sums[name]:
@@ -110,7 +110,7 @@ def check_dataset(
 
 
 def _read_tokens(dataset: IndexedDataset) -> tuple[np.ndarray | None, str]:
-    """`TokenExtremes.array`, None without token ids, and the SHA-256 of the .bin."""
+    """Return `TokenExtremes.array` (None if there are no token ids) and the SHA-256 of the .bin."""
     digest, extremes, position = hashlib.sha256(), TokenExtremes(), 0
     integers = dataset.dtype.kind in "iu"
     path = bin_path(dataset.prefix)
@@ -128,14 +128,14 @@ def _read_tokens(dataset: IndexedDataset) -> tuple[np.ndarray | None, str]:
 
 
 def contents(dataset: IndexedDataset) -> dict[str, Any]:
-    """Counts, sizes and statistics of lengths as JSON values, from the .idx alone. Raises
-    ValueError if the .idx is damaged."""
+    """Return counts, sizes and length statistics of a dataset as JSON values, computed from the
+    .idx alone. Raises ValueError if the .idx is damaged."""
     dataset.verify()
     bounds, size = dataset.document_indices, dataset.dtype.itemsize
     end = np.int64(dataset.num_tokens * size)
 
     def bytes_before(sequences: np.ndarray) -> np.ndarray:
-        inside = sequences < len(dataset)  # the last document ends after the last sequence
+        inside = sequences < len(dataset)  # document bounds include the end of the last document
         starts = np.full(len(sequences), end)
         starts[inside] = dataset.sequence_offsets[sequences[inside]]
         return starts
@@ -162,7 +162,8 @@ def contents(dataset: IndexedDataset) -> dict[str, Any]:
 
 
 def _statistics(count: int, blocks: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Statistics of `count` lengths that come in blocks; quantiles come from a sample."""
+    """Return statistics of `count` lengths that are given in blocks. If there are many lengths,
+    quantiles are computed from a sample."""
     step = -(-count // _EXACT_BELOW) or 1
     sample, of_blocks, seen = [], [], 0
     for values in blocks:
@@ -187,10 +188,11 @@ def _statistics(count: int, blocks: Iterable[np.ndarray]) -> dict[str, Any]:
 
 
 def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
-    """Append the documents of all datasets, in order, as one new dataset in constant memory. Tokens
-    get the narrowest dtype that can store all of them; the returned lines name the inputs with
-    another dtype. Raises ValueError if a file is damaged, the datasets are incompatible, or the
-    output is an input; OSError if a file is missing, or the disk is full; no output is left."""
+    """Append the documents of all datasets, in order, to a new dataset, in constant memory. Tokens
+    get the narrowest dtype that can represent all of them. Return notes, for example about inputs
+    with another dtype. Raises ValueError if a file is damaged, datasets are incompatible or the
+    output is an input, and OSError if a file is missing or the disk is full. Errors leave no
+    output."""
     output = Path(output_prefix).absolute()
     for prefix in prefixes:
         if Path(prefix).absolute() == output:
@@ -223,6 +225,20 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
     ]
 
 
+def common_mark(marks: Mapping[str, TokenizerMark | None]) -> TokenizerMark | None:
+    """Return the common mark of data to be combined, whose names are the keys. Return None if any
+    mark is unknown. Raises ValueError if the data are of different tokenizers."""
+    known = {name: mark for name, mark in marks.items() if mark is not None}
+    first = next(iter(known.items()), None)
+    for name, mark in known.items():
+        if first is not None and mark.digest != first[1].digest:
+            raise ValueError(
+                f"{first[0]} was made with {first[1]}, and {name} with {mark}: data of different "
+                "tokenizers cannot be put together; preprocess them with the same one"
+            )
+    return first[1] if first is not None and len(known) == len(marks) else None
+
+
 def _common_dtype(inputs: Sequence[IndexedDataset]) -> np.dtype:
     if not inputs:
         raise ValueError("there is nothing to merge")
@@ -235,6 +251,6 @@ def _common_dtype(inputs: Sequence[IndexedDataset]) -> np.dtype:
             f"{bin_path(tokens.prefix)} {tokens.dtype.name} tokens: they cannot be merged"
         )
     dtype = np.result_type(*(dataset.dtype for dataset in inputs)).newbyteorder("<")
-    # The format has no unsigned 32 bits, but they cannot result without such an input.
+    # uint32 is not supported by the format, but cannot result, since no input can have it.
     assert dtype in CODE_OF_DTYPE
     return dtype

@@ -8,12 +8,13 @@ import unicodedata
 from typing import Literal
 
 LONGEST_RUN = 128
-"""Combining marks in a row that are normalised; Unicode's Stream-Safe Text Format has 30."""
+"""Longest run of combining marks to normalise. Unicode's Stream-Safe Format allows 30."""
 
 
 def normalized(form: Literal["NFC", "NFKC"], text: str) -> str:
-    """The text in a normal form. Python sorts a character's marks in quadratic time, so runs longer
-    than `LONGEST_RUN`, which no language has, are left unchanged."""
+    """Return a text in a Unicode normal form. Runs of marks longer than `LONGEST_RUN`, which
+    occur in no language, are left unchanged, because Python sorts a character's marks in
+    quadratic time."""
     if text.isascii():
         return text
     pieces, done = [], 0
@@ -25,10 +26,10 @@ def normalized(form: Literal["NFC", "NFKC"], text: str) -> str:
 
 @functools.cache
 def _long_runs() -> re.Pattern[str]:
-    """Runs of characters that are combining marks, or begin with one when they are decomposed."""
+    """Return a pattern for long runs of characters whose NFKD form starts with a combining mark."""
     marks = [
         character
-        for character in map(chr, range(0x300, 0x20000))  # all marks are below
+        for character in map(chr, range(0x300, 0x20000))  # this range contains all combining marks
         if unicodedata.combining(unicodedata.normalize("NFKD", character)[0])
     ]
     return re.compile(f"[{''.join(marks)}]{{{LONGEST_RUN + 1},}}")

@@ -1,4 +1,4 @@
-"""The index cache of a run, built in advance in several processes."""
+"""Building of a run's index cache in advance, in several processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Job = Callable[[], object]
 
 
 def prebuild(data: DataPipeline, sample_counts: tuple[int, int, int], workers: int) -> None:
-    """Build the index cache of a run in advance, in several processes: open all files, which checks
-    token ids or reads raw text, and build the datasets of each. Raises what
-    :meth:`DatasetBuilder.datasets` raises."""
+    """Build the index cache of a run in advance, in several processes. First all files are opened,
+    which checks token ids or reads raw text, then the datasets of each file are built. Raises the
+    errors of :meth:`DatasetBuilder.datasets`."""
     builder, parts, counts = data.builder, data.parts, data.needed(sample_counts)
     groups = ([parts.train] if parts.train else [], parts.valid.values(), parts.test.values())
     files = {
@@ -38,7 +38,7 @@ def prebuild(data: DataPipeline, sample_counts: tuple[int, int, int], workers: i
     }
 
     def open_one(path: str, source: DataSource) -> None:
-        with suppress(FileNotFoundError):  # reported below, with the flag
+        with suppress(FileNotFoundError):  # the next steps report it, with the flag
             builder.open(source, path)
 
     in_processes([partial(open_one, path, s) for (_, path, _), s in files.items()], workers)
@@ -65,16 +65,16 @@ class _Recording:
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> Any:
         self.jobs.append(lambda: self.recipe.build(documents, units, num_samples, name, cache))
-        return range(num_samples)  # stands for the samples, which are not read
+        return range(num_samples)  # placeholder: samples are not read here
 
 
 _jobs: list[Job] = []
-"""Jobs of this process, where it is one that `in_processes` forked."""
+"""Jobs of a process that `in_processes` has forked; empty in other processes."""
 
 
 def in_processes(jobs: Sequence[Job], workers: int) -> None:
-    """Run all jobs, up to `workers` at a time, in forked processes. Raises the first error of a
-    job, after which no job is started; OSError if a process was killed."""
+    """Run all jobs in forked processes, up to `workers` at a time. Raises the first error of a job;
+    no more jobs start after it. Raises OSError if a process was killed."""
     if workers <= 1 or len(jobs) <= 1:
         for job in jobs:
             job()

@@ -1,4 +1,4 @@
-"""Progress of work on documents: one line that changes on a terminal, lines in a log."""
+"""Progress of work on documents: one updated line on a terminal, or repeated log lines."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _SECONDS_BETWEEN_LINES = 1.0
 
 
 class Progress:
-    """Documents, their rate and the time left: one line that changes on a terminal, a line at
-    intervals in a log."""
+    """Display of the number of documents, their rate and the remaining time. A terminal shows one
+    line that is updated; a log gets a new line at intervals."""
 
     def __init__(self, input_bytes: int, log_interval: int) -> None:
-        """`input_bytes` is the size of all files, 0 where it is not known; `log_interval` the
-        documents between lines."""
+        """Start the clock. `input_bytes` is the size of all files, or 0 if unknown. `log_interval`
+        is the number of documents between updates."""
         self._input_bytes, self._log_interval = input_bytes, log_interval
         self._start = time.monotonic()
         self._documents = self._text_bytes = self._skipped = 0
@@ -26,7 +26,8 @@ class Progress:
         return time.monotonic() - self._start
 
     def update(self, documents: int, text_bytes: int, position: int) -> None:
-        """Add documents of `text_bytes`, up to byte `position` of the input files."""
+        """Add documents with `text_bytes` bytes of text. `position` is the number of bytes read so
+        far from the input files."""
         self._documents += documents
         self._text_bytes += text_bytes
         now = time.monotonic()
@@ -39,7 +40,7 @@ class Progress:
             print(start + self._line(position), file=sys.stderr, end=end, flush=True)
 
     def skip(self, input_bytes: int) -> None:
-        """Leave bytes that an interrupted run has read out of this one's rate."""
+        """Exclude bytes that an interrupted run has already read from this run's rate."""
         self._skipped += input_bytes
 
     def close(self) -> None:
@@ -60,7 +61,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Return hours, minutes and seconds: 1:02:03."""
+    """Return a duration as hours, minutes and seconds (1:02:03), or "unknown" for infinity."""
     if seconds == float("inf"):
         return "unknown"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,1 +1,1 @@
-"""Runs that can be watched: an index of their metrics, and a server with one page of charts."""
+"""Dashboard for runs: an index of their metrics, and a server with a page of charts."""

@@ -1,9 +1,9 @@
-"""An HTTP server with a bounded number of connections, and requests read more strictly than the
-standard library does.
+"""HTTP server with a bounded number of connections. It parses requests more strictly than the
+standard library.
 
-A proxy in front of the server and the server itself must agree where a request ends. Requests that
-leave room for two readings (a body, a header in two lines, an end of line of one character) are
-refused with one answer, after which the connection is closed.
+A proxy in front of the server and the server itself must agree on where a request ends. Ambiguous
+requests (with a body, a header folded over two lines, or a line end of a single character) are
+refused with one response, after which the connection is closed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _REFUSAL = (
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """A server with a thread for each of a bounded number of connections. It closes a connection
-    whose request is not complete after ``request_seconds``. Where there are too many, the one that
-    has been silent for longest makes room for a new one; if all are being answered, the new one
-    gets status 503."""
+    """Server with a thread for each of a bounded number of connections. It closes a connection
+    whose request is not complete after ``request_seconds``. If there are too many connections, the
+    one that has waited longest for a request is closed in favour of a new one. If requests are
+    being answered on all of them, the new one gets status 503."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -47,7 +47,8 @@ class BoundedServer(ThreadingHTTPServer):
             self.most_connections = min(self.most_connections, max(1, files // 4))
         self._lock = threading.Lock()
         self._silent: dict[Any, float] = {}
-        """Connections without a complete request, and since when, the oldest first."""
+        """Connections that wait for a complete request, with the start time of the wait, oldest
+        first."""
         self._count = 0
         self._log = RareLog(lambda line: print(line, file=sys.stderr, flush=True))
         super().__init__(*arguments)
@@ -80,7 +81,7 @@ class BoundedServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Cut connections that send too slowly."""
+        """Close connections that send a request too slowly."""
         with self._lock:
             end = time.monotonic() - self.request_seconds
             for request in [one for one, since in self._silent.items() if since < end]:
@@ -88,7 +89,7 @@ class BoundedServer(ThreadingHTTPServer):
 
     @contextmanager
     def answering(self, request: Any) -> Iterator[None]:
-        """Keep a connection, whose request is complete, until it is answered."""
+        """Protect a connection with a complete request from being closed until it is answered."""
         with self._lock:
             self._silent.pop(request, None)
         try:
@@ -98,19 +99,20 @@ class BoundedServer(ThreadingHTTPServer):
                 self._silent[request] = time.monotonic()
 
     def _cut(self, request: Any) -> None:
-        """Let the thread of a connection see its end."""
+        """Shut a connection down, so that its thread sees the end of the stream."""
         del self._silent[request]
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log errors, at most once a minute; clients that disconnect are no failure."""
+        """Log errors, at most once a minute. Clients that disconnect are not errors."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             self._log.say("error", f"error: {type(error).__name__}: {one_line(error)}")
 
 
-MOST_HEADER_BYTES = 1 << 15  # size of a request's first line, and of all its headers
+# maximum bytes of a request's first line, and of all its headers together
+MOST_HEADER_BYTES = 1 << 15
 MOST_HEADERS = 100
 _FIRST = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([\x21-\x7e]+) HTTP/1\.[01]\r\n")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t\x20-\x7e\x80-\xff]*\r\n")
@@ -120,7 +122,7 @@ _LINGER_SECONDS, _LINGER_BYTES = 2.0, 1 << 20
 
 
 class RefusedError(Exception):
-    """A request that is not answered, with its HTTP status and words."""
+    """Raised to refuse a request, with the HTTP status and message of the response."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -128,7 +130,8 @@ class RefusedError(Exception):
 
 
 class StrictHandler(BaseHTTPRequestHandler):
-    """GET and HEAD, without a body. ``refuse`` sends the answer to anything else."""
+    """Handler of GET and HEAD requests without a body. All other requests are answered by
+    ``refuse``."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60
@@ -137,11 +140,11 @@ class StrictHandler(BaseHTTPRequestHandler):
     raw_requestline: bytes
 
     def refuse(self, error: RefusedError) -> None:
-        """Send the words of a refusal."""
+        """Send the response to a refused request."""
         raise NotImplementedError
 
     def parse_request(self) -> bool:
-        """Read the rest of a request, and answer it if it is refused."""
+        """Read and check a request's headers. Return False after refusing the request."""
         self.command, self.request_version, self.headers = "", self.protocol_version, HTTPMessage()
         self.close_connection = True
         stream = self.rfile
@@ -159,7 +162,7 @@ class StrictHandler(BaseHTTPRequestHandler):
         return True
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse a request that the standard library finds wrong."""
+        """Refuse a request that the standard library's parser rejects."""
         self._refuse_and_close(RefusedError(code, message or "not a request"))
 
     def _refuse_and_close(self, error: RefusedError) -> None:
@@ -168,7 +171,7 @@ class StrictHandler(BaseHTTPRequestHandler):
         self._linger()
 
     def _read_headers(self) -> bytes:
-        """Return the lines of the headers, with the empty one at their end."""
+        """Return the header lines, including the empty line at the end."""
         if len(self.raw_requestline) > MOST_HEADER_BYTES:
             raise RefusedError(HTTPStatus.REQUEST_URI_TOO_LONG, "the address is too long")
         if not _FIRST.fullmatch(self.raw_requestline):
@@ -206,12 +209,12 @@ class StrictHandler(BaseHTTPRequestHandler):
         self.path = f"/{rest.lstrip('/')}" if slash else "/"
 
     def handle_expect_100(self) -> bool:
-        """A request without a body has nothing to wait for."""
+        """Refuse an "Expect: 100-continue" header, since requests must not have a body."""
         raise RefusedError(HTTPStatus.EXPECTATION_FAILED, "a request has no body here")
 
     def _linger(self) -> None:
-        """Read part of what else is sent: if unread data remains, closing a connection makes the
-        system drop the response too."""
+        """Read a bounded amount of what the client still sends. If a connection is closed with
+        unread data, the system drops the response, too."""
         self.wfile.flush()
         end, read = time.monotonic() + _LINGER_SECONDS, 0
         with suppress(OSError):
@@ -223,4 +226,4 @@ class StrictHandler(BaseHTTPRequestHandler):
                 read += len(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
+        """Do not log requests."""

@@ -1,4 +1,5 @@
-"""The page of runs as one file of HTML, which needs no server and no network."""
+"""Export of the dashboard page with its runs as a single HTML file that needs no server or
+network."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from megatron.apps.dashboard.runs import AXES, WatchedRun
 from megatron.apps.dashboard.tables import Column
 
 PAGE = Path(__file__).parent / "page"
-POINTS = 1500  # points of a curve, about
+POINTS = 1500  # approximate number of points per curve
 SMOOTHINGS = (0.9, 0.99)
-"""Factors of smoothed curves in a file; the page has more where a server computes them."""
+"""Smoothing factors available in an exported file. With a server, the page offers more."""
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -32,8 +33,8 @@ _SERVER, _SAVED, _ENTRY = "api.js", "saved.js", "page.js"
 
 
 def export(runs: Sequence[WatchedRun]) -> bytes:
-    """Return a file with the page, its scripts, and the present rows of runs: the curves thinned,
-    so that no spike is lost."""
+    """Return an HTML file with the page, its scripts and the current data of the given runs. Curves
+    are thinned without losing spikes."""
     files = page_files(PAGE)
     content = orjson.dumps([_content(run) for run in runs], option=orjson.OPT_SERIALIZE_NUMPY)
     licence = (PAGE / "uPlot.LICENSE").read_text("utf-8")
@@ -58,7 +59,7 @@ def export(runs: Sequence[WatchedRun]) -> bytes:
 
 
 def _content(run: WatchedRun) -> dict[str, Any]:
-    """Return the answers that the page would ask a server for."""
+    """Return the data of a run that the page would request from a server."""
     summary = run.summary()
     curves = {one["id"]: _curve(run, one["id"], one["kind"]) for one in summary["series"]}
     clocks = run.positions(POINTS)
@@ -92,7 +93,7 @@ def _short(curve: Mapping[str, Column]) -> dict[str, list[float | None]]:
 
 
 def _rounded(value: float, digits: int) -> float | None:
-    """Return a number of few digits; None for numbers that JSON lacks."""
+    """Round a number to ``digits`` significant digits. Return None for values that JSON lacks."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}")
@@ -100,7 +101,7 @@ def _rounded(value: float, digits: int) -> float | None:
 
 
 def _module(file: PageFile) -> PageFile:
-    """Return a script whose imports are names, which the page has addresses for."""
+    """Return a script whose imports use bare names, which the page's import map resolves."""
     text = _IMPORT.sub(r'\1 "\2"', file.content.decode())
     return PageFile(text.encode(), "text/javascript")
 
@@ -114,5 +115,5 @@ def _text(files: Mapping[str, PageFile], name: str) -> str:
 
 
 def _inert(content: bytes) -> str:
-    """Return JSON within an element: nothing in it ends the element or begins another."""
+    """Escape JSON for an HTML element, so that it cannot end the element or begin another."""
     return content.decode().replace("<", "\\u003c")

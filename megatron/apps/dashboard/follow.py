@@ -1,4 +1,4 @@
-"""Runs in a terminal: curves of a line each, last values, events, time left."""
+"""Terminal view of runs: one line per curve, with latest values, events and remaining time."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def follow(
     seconds: float = 1.0,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show runs until an interrupt: in a terminal a picture that changes, with rich where that is
-    installed, elsewhere a line for each run that has new steps."""
+    """Show runs until interrupted. On a terminal, the display redraws itself if rich is installed.
+    Otherwise a line is printed for each run that has new steps."""
     live = _live(stream)
     shown: dict[str, str] = {}
     with live or nullcontext():
@@ -55,7 +55,8 @@ def follow(
 
 
 def report(run: WatchedRun, width: int) -> list[str]:
-    """Return a run in lines of at most ``width`` characters."""
+    """Return a report on a run as lines of at most ``width`` characters, followed by an empty
+    line."""
     listing, summary = run.listing(), run.summary()
     lines = [_head(listing, summary["totals"])]
     if listing["error"]:
@@ -96,7 +97,7 @@ def _head(listing: dict[str, Any], totals: dict[str, Any]) -> str:
 
 def _line(run: WatchedRun) -> str:
     listing, totals = run.listing(), run.summary()["totals"]
-    # The loss of texts of the weights in training is nearly 0.
+    # Prefer the reward: in reinforcement learning, the policy loss is close to 0.
     leading = next((name for name in ("reward", "loss") if totals.get(name) is not None), None)
     words = [_head(listing, totals)]
     words += [] if leading is None else [f"{leading} {totals[leading]:.4f}"]
@@ -110,8 +111,8 @@ def _curve(name: str, x: Any, y: Any, bars: int) -> str:
 
 
 def sparkline(x: Any, y: Any, width: int) -> str:
-    """Return a curve in ``width`` characters: the greatest value of each piece, so that spikes are
-    seen; a blank where there is no value."""
+    """Draw a curve in ``width`` characters. Each character shows the largest value of its interval,
+    so that spikes remain visible, or is blank if the interval has no value."""
     known = np.isfinite(y)
     x, y = x[known], y[known]
     if not len(y):
@@ -139,7 +140,8 @@ def _duration(seconds: float) -> str:
 
 
 def _live(stream: TextIO) -> Any:
-    """Return a display that redraws itself; None without a terminal or rich."""
+    """Return a display that redraws itself, or None without a terminal or if rich is not
+    installed."""
     if not stream.isatty():
         return None
     try:
@@ -151,12 +153,12 @@ def _live(stream: TextIO) -> Any:
 
 
 def _text(lines: Sequence[str]) -> Any:
-    """Return lines unchanged: names of runs are not markup."""
+    """Return lines as plain text, so that names of runs are not interpreted as markup."""
     from rich.text import Text
 
     return Text("\n".join(map(printable, lines)))
 
 
 def printable(line: str) -> str:
-    """Return a line without characters that a terminal would obey."""
+    """Replace characters that a terminal would interpret."""
     return "".join(character if character.isprintable() else "?" for character in line)

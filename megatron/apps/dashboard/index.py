@@ -1,9 +1,9 @@
-"""An index of a file of metrics: its rows by kind, in columns that are read without the file.
+"""Index of a metrics file: its rows by kind, in columns that can be read without the file.
 
-It is kept in a folder next to the file, ``.NAME.index``, or in the user's cache where that is not
-writable or full. Rows appended to the file are added; a file that was replaced is read again, and
-one that was copied with its index is not. A folder with links in it, which another user may have
-made, is left alone.
+The index is in a folder next to the file, ``.NAME.index``, or in the user's cache folder if the
+former is not writable or full. Rows that are appended to the file are added. If the file was
+replaced, it is read again; if it was copied together with its index, it is not. An index folder
+that contains links, which another user may have made, is never used.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megatron.util.files import (
 
 FORMAT = 3
 MOST_KINDS = 500
-MOST_SERIES = 4000  # columns of all kinds together
+MOST_SERIES = 4000  # maximum number of columns in all tables together
 MOST_TEXTS = 2000
 _MOST_TEXT_BYTES = 1 << 23
 _LONGEST_TEXT = 20_000
 _LONGEST_ROW = 1 << 20
 _LEAST_ROW = len(b'{"kind":"","iteration":0}\n')
 _MOST_MANIFEST, _MANIFEST_ROOM = 1 << 25, 1 << 20
-"""Bytes of a manifest, and by how many it may exceed the metrics file."""
+"""Maximum size of a manifest in bytes, and maximum by which it may exceed the metrics file."""
 _BLOCK_BYTES = 512
 _CHUNK_BYTES = 1 << 22
 _KNOWN_BYTES = 1 << 16
@@ -51,31 +51,32 @@ _OWN = re.compile(r"lock|index\.json(\.partial-[0-9a-f]+)?|\d+-\d+\.f64")
 
 
 class _UnwritableError(OSError):
-    """No more can be written where the index is."""
+    """Raised if nothing more can be written to the folder of the index."""
 
 
 class RunIndex:
-    """The rows of the file ``path``. Used by one thread at a time. Raises OSError if the file
-    cannot be read, or no place takes its index.
+    """Index of the rows in the metrics file ``path``. Not thread-safe. Raises OSError if the file
+    cannot be read, or if no folder can store its index.
 
     Attributes:
-        tables: by kind, in the order in which kinds appeared.
+        tables: tables by kind of row, in the order in which kinds appeared.
         texts: the last rows of the kind ``text``.
-        broken: lines that are not rows, which are passed over.
-        left_out: rows of further kinds than there is room for.
-        lines: read so far.
-        generation: grows whenever the file was read from its beginning.
+        broken: number of lines that are not valid rows, which are skipped.
+        left_out: number of rows of kinds beyond the limit.
+        lines: number of lines read so far.
+        generation: counter that increases whenever the file is read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generation = 0
         with open_regular(path):
-            pass  # so that a file without rights is named before anything else
+            pass  # report an unreadable file before any other error
         self._open(_places(path))
 
     def _open(self, places: list[Path]) -> None:
-        """Use the first of the folders that can be written, or one of this process alone."""
+        """Use the first of these folders that is writable, or else a temporary folder of this
+        process."""
         self._places = places
         self._folder, self._lock = _open_folder(places)
         self.clear()
@@ -88,11 +89,11 @@ class RunIndex:
         self.broken = self.lines = self.left_out = self.offset = self._last = 0
         self.old_texts = self._left_out_before = self._top = 0
         self._inside = False
-        """True where the next bytes of the file are the rest of a line that is too long."""
+        """True if the next bytes of the file continue a line that is too long."""
         self._mark = ""
 
     def close(self) -> None:
-        """Let another process continue the index."""
+        """Release the index, so that another process can use it."""
         if self._lock is not None:
             self._lock.release()
         else:
@@ -103,10 +104,10 @@ class RunIndex:
         return f"{self.generation}-{self.offset}"
 
     def update(self, told: Callable[[float], None] = lambda share: None) -> Generator[None]:
-        """Read new rows piece by piece; in between other threads may read tables. ``told`` receives
-        the share of the file read so far. Where space runs out, as on a full disk, the index is
-        rebuilt elsewhere. Raises OSError if the file cannot be read, or no place takes its
-        index."""
+        """Read new rows in pieces. Other threads may read tables between pieces. ``told`` is
+        called with the fraction of the file read so far. If the disk is full, the index is
+        rebuilt elsewhere. Raises OSError if the file cannot be read, or if no folder can store
+        its index."""
         while True:
             try:
                 yield from self._read(told)
@@ -115,7 +116,7 @@ class RunIndex:
                 is_private = self._lock is None
                 self._leave()
                 if is_private:
-                    self._open([])  # for the next time
+                    self._open([])  # use a temporary index from the next update on
                     raise OSError(error.errno, f"no room for its index: {error.strerror}") from None
                 self._open(self._places)
 
@@ -132,31 +133,34 @@ class RunIndex:
                     try:
                         self._take(lines)
                     except OSError as error:
-                        before = self.offset  # half the piece is in the tables: nothing is saved
+                        # Only part of the piece is in the tables, so do not save.
+                        before = self.offset
                         raise _UnwritableError(error.errno, error.strerror) from None
                     self.offset += sum(map(len, lines))
                     told(min(1.0, self.offset / max(1, size)))
                     yield
-            finally:  # also if the rest is not read
+            finally:  # even if the caller stops early
                 if self.offset != before:
                     self._mark = _mark(file, self.offset)
-                    with suppress(OSError):  # an earlier one is as good: its tables are cut to it
+                    # If saving fails, the previous manifest remains valid: tables are truncated to
+                    # it.
+                    with suppress(OSError):
                         self._save()
 
     def _lines(self, file: Any) -> list[bytes]:
-        """Return the next lines, up to a bounded number of bytes. A line longer than any row comes
-        in pieces, of which only the last has a line end."""
+        """Return the next lines, up to a bounded number of bytes. A line longer than any valid row
+        is returned in pieces; only the last piece ends with a line feed."""
         file.seek(self.offset)
         chunk = file.read(_CHUNK_BYTES)
         if b"\n" not in chunk:
             chunk += file.read(_LONGEST_ROW)
         lines = io.BytesIO(chunk).readlines()
         if lines and not lines[-1].endswith(b"\n") and len(lines[-1]) <= _LONGEST_ROW:
-            lines.pop()  # half a row, whose rest is still to be written
+            lines.pop()  # an incomplete row that is still being written
         return lines
 
     def _leave(self) -> None:
-        """Give the place back where nothing more fits, with the room that the index took."""
+        """Release a folder that is full, after deleting the index in it."""
         with suppress(OSError):
             self._begin()
         self.close()
@@ -169,8 +173,8 @@ class RunIndex:
                 path.unlink()
 
     def _take(self, lines: list[bytes]) -> None:
-        """Add rows. One that continues from an earlier step makes the steps after it void, as the
-        writer of the file does when a run is resumed."""
+        """Add rows to the tables. If a row belongs to an earlier step than the rows before it, a
+        run was resumed there, and the steps after it are dropped."""
         for line in lines:
             whole = line.endswith(b"\n")
             self.lines += whole
@@ -228,7 +232,7 @@ class RunIndex:
             self.texts.pop()
 
     def _newest_texts(self) -> list[dict[str, Any]]:
-        """Return the last texts, of bounded number and length."""
+        """Return the latest texts, limited in number and total length."""
         room, kept = _MOST_TEXT_BYTES, 0
         for text in reversed(self.texts[-MOST_TEXTS:]):
             room -= sum(len(text[name]) for name in _TEXTS)
@@ -244,7 +248,7 @@ class RunIndex:
 
     @property
     def notes(self) -> list[str]:
-        """A line for each part of the file that there was no room for."""
+        """Messages about the parts of the file that exceed the limits of the index."""
         values, notes = self._values_left_out, []
         if self.left_out:
             notes.append(
@@ -277,9 +281,9 @@ class RunIndex:
             part.write_bytes(orjson.dumps(content))
 
     def _restore(self) -> bool:
-        """Open the index of an earlier process; False if it is not one of this file. It may be
-        another user's: numbers that the file cannot have are refused, so that it costs no more than
-        the file."""
+        """Open the index of an earlier process. Return False if it does not belong to this file.
+        The index may have been written by another user. Numbers that are impossible for the file
+        are therefore rejected, and the index cannot use more memory than the file could."""
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -298,7 +302,7 @@ class RunIndex:
             if columns > MOST_SERIES + MOST_KINDS or len(content["texts"]) > MOST_TEXTS:
                 return False
             lines = _count(content["lines"], offset)
-            # No rows are in the holes of a sparse file.
+            # The holes of a sparse file contain no rows.
             stored = min(offset, (status.st_blocks + 1) * _BLOCK_BYTES)
             _count(sum(state.rows for state in states), stored // _LEAST_ROW)
             for number, state in enumerate(states):
@@ -315,7 +319,7 @@ class RunIndex:
 
 
 def _count(value: Any, most: int = _MOST_STEPS) -> int:
-    """Return a count in an index. Raises ValueError if it cannot be right."""
+    """Return a count read from an index. Raises ValueError if the count is impossible."""
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{value} of an index")
     return value
@@ -341,7 +345,7 @@ def _text(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark(file: Any, offset: int) -> str:
-    """Return a digest of the beginning and the end of what was read of a file."""
+    """Return a digest of the beginning and end of the first ``offset`` bytes of a file."""
     if not offset:
         return ""
     parts = []
@@ -352,16 +356,16 @@ def _mark(file: Any, offset: int) -> str:
 
 
 def _places(path: Path) -> list[Path]:
-    """Return the folders where the index of a file may be kept."""
+    """Return the folders that may contain the index of a file, in order of preference."""
     path = path.resolve()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-dashboard"
     return [path.with_name(f".{path.name}.index"), cache / digest(os.fsencode(path))]
 
 
 def _open_folder(places: list[Path]) -> tuple[Path, Lock | None]:
-    """The first of the folders that can be written, which is taken from the list, and the lock on
-    it; a folder of this process alone, without a lock, where another one has locked it or no place
-    is left."""
+    """Return the first folder that is writable, and the lock on it. If another process has locked
+    that folder, or no folder is left, return a temporary folder of this process, and None for the
+    lock. Removes the folders that it has tried from ``places``."""
     while places:
         folder = places.pop(0)
         try:
@@ -379,8 +383,8 @@ def _open_folder(places: list[Path]) -> tuple[Path, Lock | None]:
 
 
 def _is_index(folder: Path) -> bool:
-    """Return True if a folder has files of an index and nothing else. Runs are passed on in
-    folders, in which one with a link would lead to files that are not to be changed."""
+    """Return whether a folder contains only files of an index. Folders of runs are shared, and a
+    link in one could point to files that must not be changed."""
     if folder.is_symlink():
         return False
     with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""The files of a web page that a program of this project shows, and how a browser may use them."""
+"""Files of the web pages that programs of this project serve, and the HTTP headers for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SHARED = Path(__file__).parent / "shared"
-"""Parts that all pages have: colours and controls, their switch, how elements are made."""
+"""Files shared by all pages: styles, controls, the theme switch, and helpers for elements."""
 
 _TYPES = {
     "css": "text/css; charset=utf-8",
@@ -14,7 +14,7 @@ _TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-"""Media type by ending; files with other endings are not served."""
+"""Media type by file extension. Files with other extensions are not served."""
 
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -26,19 +26,20 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of every file: nothing from elsewhere, no inline script, not inside another page."""
+"""Headers sent with every file. They forbid content from other origins, inline scripts, and
+embedding in another page."""
 
 
 class PageFile(NamedTuple):
-    """A file of a page, as sent to clients."""
+    """File of a page, as sent to clients."""
 
     content: bytes
     media_type: str
 
 
 def page_files(folder: Path) -> dict[str, PageFile]:
-    """The files of a page and the shared ones, by name. They are read here, once: a request chooses
-    among them, and opens none."""
+    """Return the files of a page and the files shared by all pages, by name. All are read when this
+    is called, so that a request never opens a file."""
     files = (file for each in (SHARED, folder) for file in sorted(each.iterdir()))
     return {
         file.name: PageFile(file.read_bytes(), media_type)

@@ -1,4 +1,4 @@
-"""Records of how runs were started, and their configurations, of bounded size."""
+"""Start records and configurations of runs, limited in size."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import orjson
 from megatron.util.files import read_regular
 from megatron.util.json_text import parse_json
 
-MOST_BYTES = 1 << 22  # size of a record or a configuration
+MOST_BYTES = 1 << 22  # maximum bytes of a record or configuration file
 MOST_VALUES = 5000
 LONGEST_NAME = 300
-LONGEST_VALUE = 10_000  # characters of a value of the configuration, or of an entry of the record
+LONGEST_VALUE = 10_000  # maximum characters of a configuration value, or of a text in the record
 _MOST_TEXT = 1 << 20
 _MOST_ENTRIES = 2000
 _MOST_STARTS = 10_000
-# in folders below the metrics folder; the checkpoint folder often has the record
+# Records are also searched for below the metrics folder, because they are often in the checkpoint
+# folder.
 _LEVELS = ("", "*/", "*/*/")
 
 
 class StartNotes(NamedTuple):
-    """The last start of a run as displayed: its record (None if missing or broken), its
-    configuration by names such as ``model.num_layers``, and a line for each omitted part."""
+    """Last start of a run, for display: its record (None if missing or malformed), its
+    configuration by names such as ``model.num_layers``, and a message for each omitted part."""
 
     record: dict[str, Any] | None
     configuration: dict[str, Any]
@@ -33,8 +34,8 @@ class StartNotes(NamedTuple):
 
 
 def newest_record(metrics: Path) -> Path | None:
-    """Return the folder of the last start's record near a file of metrics: of several runs in one
-    place that whose configuration names the file."""
+    """Return the folder of the last start's record near a metrics file, or None. If there are
+    several runs, return the one whose configuration contains the path of the metrics file."""
     for level in _LEVELS:
         runs: dict[Path, list[Path]] = {}
         for path in islice(metrics.parent.glob(f"{level}run/*/record.json"), _MOST_STARTS):
@@ -48,7 +49,8 @@ def newest_record(metrics: Path) -> Path | None:
 
 
 def _names(start: Path, metrics: Path) -> bool:
-    """Return True if a start wrote this file, by the path in its configuration."""
+    """Return whether a start wrote this metrics file, according to the path in the start's
+    configuration."""
     record, configuration, _ = read_record(start)
     name = configuration.get("logging.metrics_file")
     folder = (record or {}).get("folder")
@@ -56,13 +58,12 @@ def _names(start: Path, metrics: Path) -> bool:
         return False
     try:
         return Path(folder, name).resolve() == metrics.resolve()
-    except (OSError, ValueError):  # of what is not a path
+    except (OSError, ValueError):  # the value is not a valid path
         return False
 
 
 def read_record(folder: Path) -> StartNotes:
-    """Return the record of a start and its configuration, bounded in size regardless of the
-    files."""
+    """Return the record and configuration of a start."""
     left_out: list[str] = []
     record = _read(folder / "record.json", left_out)
     configuration = _read(folder / "config.json", left_out)
@@ -73,7 +74,8 @@ def read_record(folder: Path) -> StartNotes:
 def _read(path: Path, left_out: list[str]) -> dict[str, Any] | None:
     try:
         content = parse_json(read_regular(path, MOST_BYTES), str(path), lenient=True)
-        orjson.dumps(content)  # as the page gets it, which takes no numbers beyond 64 bits
+        # fail now if the content cannot be sent to the page: orjson refuses integers beyond 64 bits
+        orjson.dumps(content)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -87,7 +89,7 @@ def _read(path: Path, left_out: list[str]) -> dict[str, Any] | None:
 
 
 def _flat(values: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """Return values by their names, up to the limits."""
+    """Flatten nested values into a dictionary with dotted names, up to the size limits."""
     rows: dict[str, Any] = {}
     room, missing = _MOST_TEXT, 0
     for name, value in _leaves(values):
@@ -108,8 +110,8 @@ def _flat(values: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values. Values below a name that is too long stay together, so that no name
-    gets longer than two."""
+    """Yield dotted names and values. Values under a name that is too long are not flattened
+    further, so that names stay bounded in length."""
     for name, value in values.items():
         whole = prefix + name
         if isinstance(value, dict) and value and len(whole) <= LONGEST_NAME:
@@ -127,7 +129,7 @@ _ENTRIES: Mapping[str, Any] = {
     "hosts": [{"host": str, "devices": [str], "ranks": [float]}],
     "data": [{"path": str, "part": str, "weight": float}],
 }
-"""The entries of a record that the page has a place for, with their types."""
+"""Entries of a record that the page displays, with their types."""
 
 
 def _shown(record: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
@@ -148,7 +150,8 @@ def _shown(record: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
 
 
 def _cleaned(value: Any, kind: Any) -> Any:
-    """Return a value of bounded size. Raises ValueError if it is not of the kind."""
+    """Return a value, truncated to the size limits. Raises ValueError if it is not of the expected
+    kind."""
     if kind is bool:
         return bool(value)
     if kind is float and type(value) in (int, float):

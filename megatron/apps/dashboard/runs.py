@@ -1,4 +1,4 @@
-"""Runs as the dashboard shows them: an index of metrics each, and answers about it."""
+"""Runs of the dashboard: each run has an index of its metrics, and answers queries about them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ POWER = "power_watts"
 _DRAWN = frozenset({"train", "validation", "test", "task"})
 _SAVES = frozenset({"save", "memory_save"})
 _MOST_EVENTS = 2000
-# Without a new row for the longer of the two, a run is not shown as live.
+# A run is no longer shown as live if it has no new row for the longer of these times.
 _QUIET_SECONDS, _QUIET_STEPS = 600.0, 10
 _PLAN = "the end of its plan"
 _INTERRUPTS = frozenset({"KeyboardInterrupt", "SystemExit"})
-MOST_CELLS = 1 << 22  # rows of a table times its series
+MOST_CELLS = 1 << 22  # maximum number of rows x series of a table
 _LOOK_SECONDS = 20.0
 _RETRY_SECONDS = 2.0
-_RECENT = 100  # rows that the table of runs has means of, at most; a twentieth of a shorter run's
+# maximum number of rows averaged for the table of runs; short runs use a twentieth of their rows
+_RECENT = 100
 
 
 class WatchedRun:
-    """One run, by its id in addresses and its name; its methods may be called by several threads.
-    Raises OSError if the file of metrics cannot be read."""
+    """Run shown by the dashboard, with its id in URLs and its name. Thread-safe. Raises OSError if
+    the metrics file cannot be read."""
 
     def __init__(self, id: str, name: str, path: Path) -> None:
         self.id, self.name, self.path = id, name, path
@@ -61,7 +62,8 @@ class WatchedRun:
         self._last: tuple[str, dict[str, float] | None] = "", None
 
     def refresh(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Read the rows written since the last time, until ``ended``."""
+        """Read the rows written since the last call. Stops early once ``ended`` returns True. An
+        unreadable file does not raise, but sets the run's error."""
         if time.monotonic() < self._retry_at:
             return
         try:
@@ -85,27 +87,28 @@ class WatchedRun:
             self.failed(error.strerror or str(error))
 
     def failed(self, words: str) -> None:
-        """Set an error, until a later reading succeeds."""
+        """Set an error, which remains until a later read succeeds."""
         self._error = one_line(f"cannot be read: {words}")
         self._progress = None
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def _look(self) -> None:
-        """Read the record of the last start, which is not looked for all the time."""
+        """Read the record of the last start. Called at intervals, not at every refresh."""
         if (folder := newest_record(self.path)) is not None:
             start = read_record(folder)
             with self._lock:
                 self._start = start
         self._look_at = time.monotonic() + _LOOK_SECONDS
-        self._looked_in = self._index.generation  # a start of the run may have replaced the file
+        # a new start of the run may replace the metrics file
+        self._looked_in = self._index.generation
 
     def close(self) -> None:
-        """Let another process continue the index."""
+        """Release the index, so that another process can use it."""
         with self._lock:
             self._index.close()
 
     def listing(self) -> dict[str, Any]:
-        """Return its entry in the list of runs."""
+        """Return the run's entry in the list of runs."""
         with self._lock:
             state, words = self._state()
             return {
@@ -125,7 +128,8 @@ class WatchedRun:
             }
 
     def summary(self) -> dict[str, Any]:
-        """Return everything else about it except the points of its curves."""
+        """Return everything about the run that :meth:`listing` lacks, except the points of its
+        curves."""
         with self._lock:
             tables = self._index.tables
             train = tables.get("train")
@@ -159,8 +163,8 @@ class WatchedRun:
         factor: float,
     ) -> dict[str, Any]:
         """Return curves over ``axis`` from ``first`` to ``last``, each with about ``points``
-        points. Training curves are smoothed by ``factor`` unless it is 0. Raises KeyError for an
-        unknown id."""
+        points. Training curves are accompanied by a smoothed curve unless ``factor`` is 0. Raises
+        KeyError for an unknown id."""
         curves: dict[str, Any] = {}
         for id in ids:
             with self._lock:
@@ -173,7 +177,7 @@ class WatchedRun:
         return curves
 
     def positions(self, points: int) -> dict[str, Column]:
-        """Return about ``points`` of the positions that training has passed, on each axis."""
+        """Return about ``points`` positions of the training so far, as one array per axis."""
         with self._lock:
             train = self._index.tables.get("train")
             if train is None or not train.rows:
@@ -184,8 +188,9 @@ class WatchedRun:
     def table(
         self, ids: Sequence[str], axis: str, first: float | None, last: float | None
     ) -> Iterator[str]:
-        """Yield the lines of a CSV file of the rows from ``first`` to ``last`` that have one of the
-        values. Raises KeyError for an id of no series, OverflowError if they are too many."""
+        """Yield the lines of a CSV file with the rows from ``first`` to ``last`` that have at least
+        one of the requested values. Raises KeyError for an unknown id, and OverflowError if the
+        table is too large."""
         with self._lock:
             parts = []
             for table, name in (self._series(id) for id in dict.fromkeys(ids)):
@@ -213,7 +218,7 @@ class WatchedRun:
             yield ",".join((*(_cell(n, whole=True) for n in counts), *map(_cell, values))) + "\n"
 
     def texts(self) -> list[dict[str, Any]]:
-        """Return the texts that the model wrote."""
+        """Return texts generated by the model during training."""
         return self._index.texts
 
     def _told(self, share: float) -> None:
@@ -223,13 +228,13 @@ class WatchedRun:
     @property
     def _planned(self) -> int | None:
         if self._start.configuration.get("training.train_tokens") is not None:
-            return None  # which may end the run earlier
+            return None  # the number of tokens may end the run earlier
         planned = self._start.configuration.get("training.train_iters")
         return planned if type(planned) is int and 0 < planned < 1 << 53 else None
 
     def _state(self) -> tuple[str, str]:
-        """Return the state of the run, and words for it. The end of a run is in its record; a
-        killed run is only silent."""
+        """Return the run's state and a description of it. A run that ends normally records this,
+        whereas a killed run just stops writing."""
         if self._error is not None or self._progress is not None:
             return ("error", "not readable") if self._error is not None else ("loading", "reading")
         record = self._start.record or {}
@@ -263,7 +268,7 @@ class WatchedRun:
         return table, name
 
     def _derived(self, table: MetricTable) -> tuple[str, ...]:
-        """Return the names of series that are computed from columns."""
+        """Return the names of series that are computed from several columns."""
         measured = {"energy_joules", "seconds_per_iteration"}.issubset(table.columns)
         return (POWER,) if table.kind == "train" and measured else ()
 
@@ -273,7 +278,7 @@ class WatchedRun:
         return power(table.column("energy_joules"), self._seconds())
 
     def _newest(self) -> dict[str, float] | None:
-        """Return the position that the run has reached."""
+        """Return the latest position of the run on each axis, or None before the first row."""
         version, ends = self._last
         if version != self._index.version:
             train = self._index.tables.get("train")
@@ -282,7 +287,7 @@ class WatchedRun:
         return ends
 
     def _ends(self, train: MetricTable) -> list[dict[str, float]]:
-        """Return the positions of the first and the last row of training."""
+        """Return the positions of the first and the last training row on each axis."""
         ends: list[dict[str, float]] = [{}, {}]
         for name in AXES:
             column = clock(name, train, self._seconds())
@@ -292,8 +297,8 @@ class WatchedRun:
         return ends
 
     def _seconds(self) -> Curve:
-        """Return the time of training, which many curves need, computed once for the rows there
-        are."""
+        """Return the elapsed training time as a curve over the steps. Many curves need it, so it is
+        computed only once per version of the index."""
         version, seconds = self._time
         if version != self._index.version:
             seconds = training_seconds(self._index.tables.get("train"))
@@ -301,7 +306,7 @@ class WatchedRun:
         return seconds
 
     def _events(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the last events, and the number of all."""
+        """Return the latest events and the total number of events."""
         tables = [
             table
             for table in self._index.tables.values()
@@ -368,8 +373,9 @@ class WatchedRun:
 
 
 def find_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
-    """Return the names and files of metrics for words of the user: a file, a folder with
-    ``metrics.jsonl`` in it or in its folders, or NAME=PATH. Raises FileNotFoundError."""
+    """Return names and metrics files for the user's arguments. An argument is a file, a folder that
+    contains ``metrics.jsonl`` at most two levels below, or NAME=PATH. Raises FileNotFoundError if a
+    path or a metrics file does not exist."""
     runs: list[tuple[str, Path]] = []
     for word in words:
         name, equals, rest = word.partition("=")
@@ -399,7 +405,7 @@ def find_runs(words: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def _shown_name(name: str) -> str:
-    """Return a name with a mark for bytes that are not UTF-8, as names of files may have."""
+    """Replace bytes in a file name that are not valid UTF-8."""
     return os.fsencode(name).decode(errors="replace")
 
 
@@ -430,6 +436,6 @@ def _cell(value: float, whole: bool = False) -> str:
 
 
 def _field(name: str) -> str:
-    """Return a heading of a CSV file: quoted, and no formula."""
+    """Return a heading for a CSV file: quoted if needed, and never a spreadsheet formula."""
     text = name if name[:1] not in "=+-@\t\r" else f"'{name}"
     return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"\n\r') else text

@@ -1,4 +1,4 @@
-"""The HTTP server of the page: its files, and its queries about runs."""
+"""HTTP server of the dashboard: files of the page, and queries about runs."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ from megatron.util.errors import one_line
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _COOKIE = "megatron_dashboard_{}"
-"""With the port: a browser sends the cookies of a machine to all of its ports."""
+"""Template of the cookie name. It includes the port, because browsers send a host's cookies to all
+of its ports."""
 _JSON = "application/json"
 _BEAT_SECONDS = 15.0
 _MOST_POINTS = 20_000
 _PACKED_BYTES = 1024
-_FOLLOWERS = 64  # pages that are told what is new
-_COMPOSED = 2  # answers that are computed at a time
-_READING_SECONDS = 5.0  # limit for one run at a time
+_FOLLOWERS = 64  # maximum number of pages that receive live updates
+_COMPOSED = 2  # number of responses computed concurrently
+_READING_SECONDS = 5.0  # time limit for reading one run before the next is read
 _SMALL_ANSWER, _WAITING_ANSWERS = 1 << 16, 1 << 28
-"""Bytes of an answer that is always sent, and of all others together."""
+"""Maximum bytes of a response that is always sent, and of all larger ones that are being sent."""
 
 
 class Dashboard(BoundedServer):
-    """A server that shows runs until it is shut down; a thread reads new rows. Raises OSError if
-    the address cannot be used, ValueError for an empty token.
+    """Server that shows runs until it is shut down. A background thread reads new rows. Raises
+    OSError if the address cannot be used, and ValueError if the token is empty.
 
     Args:
-        runs: their ids, as in addresses.
+        runs: runs to show, with the ids used in URLs.
         host: address to listen on.
-        port: 0 takes a free one.
-        token: that every request must have; None for none.
+        port: port to listen on; 0 selects a free one.
+        token: secret that every request must include; None requires none.
     """
 
     def __init__(
@@ -75,15 +76,15 @@ class Dashboard(BoundedServer):
         return orjson.dumps([run.listing() for run in self.runs])
 
     def wait(self, seconds: float) -> bool:
-        """Return True if the server still runs after some time."""
+        """Wait, and return whether the server is still running afterwards."""
         return not self._ended.wait(seconds)
 
     def server_bind(self) -> None:
-        """Bind without HTTPServer's look-up of the machine's name, which may wait for a network."""
+        """Bind without HTTPServer's lookup of the host name, which could block on the network."""
         TCPServer.server_bind(self)
 
     def server_close(self) -> None:
-        """End the reading as well, and let other processes continue the indices."""
+        """Close the server, stop reading, and release the indices for other processes."""
         self._ended.set()
         super().server_close()
         if self._reader.ident is not None:
@@ -93,7 +94,8 @@ class Dashboard(BoundedServer):
 
     @contextmanager
     def sending(self, size: int) -> Iterator[None]:
-        """Count an answer until it is read. Raises RefusedError if there are too many."""
+        """Count a response of ``size`` bytes until the client has read it. Raises RefusedError if
+        the size limit on all responses is exceeded."""
         counted = size if size > _SMALL_ANSWER else 0
         with self._sizes:
             if counted and self._waiting_bytes + counted > _WAITING_ANSWERS:
@@ -114,7 +116,8 @@ class Dashboard(BoundedServer):
             for run in self.runs:
                 try:
                     run.refresh(partial(self._is_over, time.monotonic() + _READING_SECONDS))
-                except Exception as error:  # the other runs, and later rows, are still read
+                # Continue with the other runs, and retry this one later.
+                except Exception as error:
                     run.failed(f"{type(error).__name__}: {error}")
             self._ended.wait(0.5)
 
@@ -130,7 +133,7 @@ class _Handler(StrictHandler):
                 self.refuse(error)
             except (BrokenPipeError, ConnectionResetError, TimeoutError):
                 self.close_connection = True
-            except ValueError:  # of what is no address or name
+            except ValueError:  # a malformed URL
                 self._send(orjson.dumps({"error": "not a request"}), _JSON, status=400)
             except OSError as error:
                 self._send(orjson.dumps({"error": one_line(error)}), _JSON, status=500)
@@ -172,7 +175,8 @@ class _Handler(StrictHandler):
                 raise RefusedError(HTTPStatus.NOT_FOUND, "nothing is at this address")
 
     def _entered(self, parts: list[str], query: dict[str, list[str]]) -> bool:
-        """Refuse readers without the token; True if a cookie was sent, which replaces it."""
+        """Check the token. Raises RefusedError for a request without it. If the page's URL contains
+        the token, set a cookie instead, redirect, and return True."""
         token = self.server.token
         if token is None:
             host = urlsplit(f"//{self.headers.get('Host', 'localhost')}").hostname
@@ -218,12 +222,12 @@ class _Handler(StrictHandler):
         self._send(self._composed(lambda: orjson.dumps(make(), option=options)), _JSON)
 
     def _composed(self, make: Callable[[], bytes]) -> bytes:
-        """Return an answer that takes time and memory to compute, in turn."""
+        """Compute an expensive response. Only a few are computed concurrently."""
         with self.server.composing:
             return make()
 
     def _follow(self) -> None:
-        """Send events, each the new list of runs."""
+        """Send the list of runs as a server-sent event whenever the list changes."""
         if not self.server.followers.acquire(blocking=False):
             words = f"{_FOLLOWERS} pages are open already; close one"
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, words)
@@ -282,7 +286,8 @@ class _Handler(StrictHandler):
 
 
 def _cookie(header: str, name: str) -> str:
-    """Return the value of a cookie, which needs no unquoting: the server has set it."""
+    """Return the value of a cookie, which this server has set and which therefore needs no
+    unquoting."""
     for pair in header.split(";"):
         key, _, value = pair.strip().partition("=")
         if key == name:
@@ -303,7 +308,7 @@ def _known(answer: Any, *arguments: Any) -> Any:
 def _part(
     query: dict[str, list[str]],
 ) -> tuple[Sequence[str], str, float | None, float | None]:
-    """Return the series, their axis, and its first and last position."""
+    """Return the ids of the requested series, their axis, and the first and last position on it."""
     axis = query.get("x", ["iteration"])[0]
     if axis not in AXES:
         words = f"x={axis[:100]}: an axis is one of {', '.join(AXES)}"
@@ -324,7 +329,7 @@ def _number(
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not least <= value <= most:  # also NaN
+    if not least <= value <= most:  # false for NaN, too
         words = f"{name}={text[:100]}: expected a number"
         raise RefusedError(HTTPStatus.BAD_REQUEST, words)
     return value

@@ -1,5 +1,5 @@
-"""Numbers of many rows in columns, each a file that grows, and curves of them: smoothed over all
-rows, thinned so that spikes stay."""
+"""Tables of metrics, stored as one growing file per column, and curves from them. Curves are
+smoothed over all rows, and thinned without losing spikes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
 
-# The clocks of every row, and their names in it.
+# Clocks that each row contains, with their keys in the metrics file.
 CLOCKS = {"iteration": "iteration", "samples": "consumed_samples", "tokens": "consumed_tokens"}
 MOST_COLUMNS = 400
-LONGEST_NAME = 200  # characters of a kind or a column
+LONGEST_NAME = 200  # maximum length of the name of a kind or column
 _SHOWN = {source: clock for clock, source in CLOCKS.items()}
 _BYTES = 8
 _RARE = 8
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _ABSENT = np.uint64(0x7FF8_0000_0000_0000)
-"""NaN, with which the bits of values are combined in files: a piece without values is all zeros,
-for which a file system needs no room."""
+"""Bits of NaN. Values are XORed with them in files, so that a range without values is all zeros,
+which a file system can store without using space."""
 
 
 class MetricTableState(NamedTuple):
-    """The description of a table besides its files."""
+    """State of a table, without its column files."""
 
     kind: str
     rows: int
@@ -40,17 +40,17 @@ class MetricTableState(NamedTuple):
 
 
 class MetricTable:
-    """The rows of one kind; NaN where a row lacks a value.
+    """Rows of one kind, with NaN where a row lacks a value. Raises OSError if a file cannot be
+    written, and ValueError if a file is shorter than ``state`` requires.
 
     Args:
-        folder: of the files.
-        number: of the table in its index; names of files begin with it.
-        state: rows beyond those it counts were written when a process ended, and are cut off.
+        folder: folder of the column files.
+        number: number of the table in its index, which is a prefix of its file names.
+        state: stored state of the table. Rows beyond its count, written by a process that ended
+            before saving, are truncated.
 
     Attributes:
-        left_out: values of names for which there was no room.
-
-    Raises OSError if files cannot be written; ValueError if they are shorter than the state says.
+        left_out: number of values under names beyond the limits.
     """
 
     def __init__(self, folder: Path, number: int, state: MetricTableState) -> None:
@@ -59,11 +59,11 @@ class MetricTable:
         self.left_out = 0
         self._waiting: list[Mapping[str, Any]] = []
         self._dropped: dict[str, None] = {}
-        """Names of rows that became void while they waited: the columns are the same as if they had
-        been written before."""
+        """Names in rows that were dropped before they were written. They get columns, as if the
+        rows had been written first."""
         self._tops: array[float] | None = None
-        """The greatest step up to each row, including rows not yet written: the start of repeated
-        steps is looked up instead of searched for."""
+        """Largest step up to each row, including rows that are not written yet. The sequence is
+        sorted, so that the start of repeated steps can be found by bisection."""
         for place in range(len(self.columns)):
             path = self._path(place)
             if os.path.getsize(path) < self.rows * _BYTES:
@@ -72,18 +72,18 @@ class MetricTable:
 
     @property
     def state(self) -> MetricTableState:
-        """Description with which :class:`MetricTable` opens it again."""
+        """State from which :class:`MetricTable` can open the table again."""
         return MetricTableState(self.kind, self.rows, self.columns)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row of a file of metrics, which :meth:`flush` writes."""
+        """Add a row of a metrics file. It is written by :meth:`flush`."""
         tops, step = self._known_tops(), row["iteration"]
         tops.append(step if not tops or step > tops[-1] else tops[-1])
         self._waiting.append(row)
 
     def flush(self, room: int = MOST_COLUMNS) -> None:
-        """Write the rows that wait, with at most ``room`` further columns; values that are not
-        numbers are treated as absent."""
+        """Write the pending rows, adding at most ``room`` new columns. Values that are not numbers
+        count as missing."""
         if not self._waiting and not self._dropped:
             return
         rows, self._waiting = self._waiting, []
@@ -115,13 +115,13 @@ class MetricTable:
         self.rows += len(rows)
 
     def cut(self, rows: int) -> None:
-        """Keep the first of the written rows."""
+        """Keep only the first ``rows`` written rows."""
         for place in range(len(self.columns)):
             os.truncate(self._path(place), rows * _BYTES)
         self.rows = rows
 
     def cut_from(self, step: int) -> None:
-        """Drop the rows from the first whose step is ``step`` or later."""
+        """Drop all rows from the first one whose step is at least ``step``."""
         if not self.rows and not self._waiting:
             return
         tops = self._known_tops()
@@ -136,7 +136,8 @@ class MetricTable:
             self.cut(keep)
 
     def column(self, name: str, last: int | None = None) -> Column:
-        """Return the values of all rows, or of the ``last``; NaN for a name that no row has."""
+        """Return the values of all written rows, or of the ``last`` ones. An unknown name gives
+        NaN."""
         count = self.rows if last is None else min(last, self.rows)
         if name not in self.columns:
             return np.full(count, np.nan)
@@ -165,7 +166,8 @@ class MetricTable:
 def _entries(
     rows: Sequence[Mapping[str, Any]], names: set[str]
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return rows and values of names that few of the rows have, in one pass."""
+    """Return the row numbers and values of names that occur in few rows, in one pass over the
+    rows."""
     entries: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
     for place, row in enumerate(rows if names else ()):
         for name in names.intersection(row):
@@ -174,7 +176,7 @@ def _entries(
 
 
 def _numbers(values: list[Any]) -> Column:
-    if _NUMBERS.issuperset(map(type, values)):  # lists and text would be converted as well
+    if _NUMBERS.issuperset(map(type, values)):  # because NumPy would also convert lists and strings
         try:
             return np.array(values, dtype=np.float64)
         except OverflowError:
@@ -190,35 +192,37 @@ def _number(value: Any) -> float:
 
 
 class Curve(NamedTuple):
-    """Points; NaN is a gap."""
+    """Points of a curve. NaN is a gap."""
 
     x: Column
     y: Column
 
 
 def training_seconds(train: MetricTable | None) -> Curve:
-    """Return the seconds that training took, over its steps; no points if the rows do not say."""
+    """Return the cumulative training time in seconds over the steps. The curve is empty if the rows
+    contain no times."""
     if train is None or not train.rows or "seconds_per_iteration" not in train.columns:
         return Curve(np.empty(0), np.empty(0))
     steps = train.column("iteration")
     each = np.nan_to_num(train.column("seconds_per_iteration"))
     counts = np.diff(steps, prepend=0.0)
-    # A file of a resumed run may begin late; its first row covers as many steps as the others.
+    # The file of a resumed run may start at a late step. Its first row is assumed to cover as many
+    # steps as the second.
     counts[0] = min(counts[:2])
     return Curve(steps, np.cumsum(each * counts))
 
 
 def power(energy: Column, seconds: Curve) -> Column:
-    """Return the watts between each row of training and the one before it, from the energy used so
-    far; NaN for the first, and where a counter began again."""
+    """Return the mean power in watts between each training row and the previous one, computed from
+    the cumulative energy. It is NaN for the first row, and where the energy counter was reset."""
     with np.errstate(divide="ignore", invalid="ignore"):
         watts = np.diff(energy, prepend=np.nan) / np.diff(seconds.y, prepend=np.nan)
     return np.where((watts >= 0) & np.isfinite(watts), watts, np.nan)
 
 
 def clock(name: str, table: MetricTable, seconds: Curve) -> Column:
-    """Return the positions of the rows of a table on the axis ``name``: their iteration, samples or
-    tokens, or the seconds that training took until then."""
+    """Return the positions of a table's rows on the axis ``name``: iteration, samples, tokens, or
+    the training time in seconds."""
     if name != "seconds":
         return table.column(name)
     if not len(seconds.x):
@@ -229,7 +233,8 @@ def clock(name: str, table: MetricTable, seconds: Curve) -> Column:
 
 
 def rising(x: Column, y: Column) -> Curve:
-    """Return the points whose position is known, each once and in order; of equal ones the last."""
+    """Return the points with a finite position, sorted. Of points with equal positions, the last is
+    kept."""
     known = np.isfinite(x)
     if not known.all():
         x, y = x[known], y[known]
@@ -242,14 +247,14 @@ def rising(x: Column, y: Column) -> Curve:
 
 
 def smoothed(curve: Curve, factor: float) -> Curve:
-    """Return the exponential mean of a curve, each value weighing ``factor`` (0 to 1) of the one
-    after it, divided by the sum of the weights. Gaps are left out."""
+    """Return the exponential moving average of a curve. Each value has ``factor`` (0 to 1) times
+    the weight of the next value, and the weights are normalised. Gaps are left out."""
     known = np.isfinite(curve.y)
     x, y = curve.x[known], curve.y[known]
     if not len(y) or factor <= 0:
         return Curve(x, y)
-    # Within a block powers of the factor stay in range; of what was before it only the block
-    # before still weighs something.
+    # Blocks are so short that powers of the factor stay in range, and so long that only the
+    # previous block still has a noticeable weight.
     length = max(1, min(len(y), int(math.log(1e-12) / math.log(factor))))
     blocks = -(-len(y) // length)
     filled = np.zeros(blocks * length)
@@ -263,16 +268,16 @@ def smoothed(curve: Curve, factor: float) -> Curve:
 
 
 def part(curve: Curve, first: float | None, last: float | None) -> Curve:
-    """Return the points from ``first`` to ``last``, with one more on either side, to which lines
-    lead."""
+    """Return the points from ``first`` to ``last``, and one more on either side, so that lines
+    extend to the edges of the chart."""
     begin = 0 if first is None else int(np.searchsorted(curve.x, first, "left")) - 1
     end = len(curve.x) if last is None else int(np.searchsorted(curve.x, last, "right")) + 1
     return Curve(*(values[max(0, begin) : end] for values in curve))
 
 
 def thinned(curve: Curve, points: int) -> Curve:
-    """Return about ``points`` of the points: the least and the greatest of each of equal parts, so
-    that no spike is lost, and the first and last of all."""
+    """Return about ``points`` points of a curve: the minimum and maximum of equal intervals, so
+    that no spike is lost, and the first and last point."""
     count = len(curve.x)
     if count <= max(points, 4):
         return curve

@@ -1,1 +1,1 @@
-"""Examination of a run's nodes: their hardware, software and the network between them."""
+"""Examination of a run's nodes: their hardware and software, and the network between them."""

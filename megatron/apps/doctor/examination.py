@@ -1,5 +1,4 @@
-"""The examination of nodes: each on its own, and bandwidth and latency of every pair in both
-directions."""
+"""Examination of each node by itself, and of the network between each pair in both directions."""
 
 from __future__ import annotations
 
@@ -30,16 +29,17 @@ from megatron.apps.doctor.session import ProbeError, Session, on_all
 OVER = ("tcp", "gloo", "nccl")
 _LINK_SECONDS = 40.0
 _MEASURING = 0.2
-_SEVERAL = 3  # other nodes with which one that is left out has failed
-_FEW, _TIMES = 4, 3  # links of a slow node that are measured again, and how often
+_SEVERAL = 3  # a node is left out once it cannot connect to this many others
+_FEW, _TIMES = 4, 3  # links of a slow node to measure again, and repetitions
 
 
 def measured(sessions: Sequence[Session], over: str) -> tuple[Links, list[NodeFinding]]:
-    """Return the links, and the nodes and pairs that cannot connect. A node that fails with several
-    others is left out of later rounds: each try may take seconds.
+    """Measure the links between nodes. Return the links, and findings about nodes and pairs that
+    cannot connect. A node that cannot connect to several others is left out of later rounds, since
+    each attempt may take seconds.
 
     Args:
-        over: ``tcp``, which needs nothing on the nodes, or the backend of torch.distributed.
+        over: ``tcp``, which needs no software on the nodes, or a backend of torch.distributed.
     """
     links: dict[Pair, Link] = {}
     lost: dict[Pair, str] = {}
@@ -64,7 +64,7 @@ def measured(sessions: Sequence[Session], over: str) -> tuple[Links, list[NodeFi
             list(pool.map(measure, pairs))
             list(pool.map(measure, [(b, a) for a, b in pairs]))
             _leave_out(lost, left_out)
-    # What was slow because of other work is not slow three times more, alone.
+    # Measure slow links again, one at a time: other work may have slowed them down.
     tried: Counter[Pair] = Counter()
     while pairs := _again(slow_links(links), tried):
         for pair in pairs:
@@ -78,7 +78,7 @@ def measured(sessions: Sequence[Session], over: str) -> tuple[Links, list[NodeFi
 
 
 def _leave_out(lost: Mapping[Pair, str], left_out: set[str]) -> None:
-    """Add the nodes whose pairs with several of the remaining nodes have failed."""
+    """Add nodes to ``left_out`` that cannot connect to several of the remaining nodes."""
     while True:
         peers = peers_of(pair for pair in lost if left_out.isdisjoint(pair))
         name = max(peers, key=lambda one: len(peers[one]), default="")
@@ -88,7 +88,7 @@ def _leave_out(lost: Mapping[Pair, str], left_out: set[str]) -> None:
 
 
 def _again(slow: Sequence[Pair], tried: Mapping[Pair, int]) -> list[Pair]:
-    """Return the pairs to measure once more: a few of each node, as long as these stay slow."""
+    """Return the pairs to measure again: a few for each node, as long as they stay slow."""
     taken: Counter[str] = Counter()
     chosen = []
     for pair in sorted(slow, key=lambda pair: -tried[pair]):
@@ -100,7 +100,7 @@ def _again(slow: Sequence[Pair], tried: Mapping[Pair, int]) -> list[Pair]:
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield every pair of this many players once, in rounds in which each plays once."""
+    """Yield every pair of ``count`` players once, in rounds in which each player plays once."""
     players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -141,16 +141,16 @@ _LOOKING = 5.0
 
 @dataclass(frozen=True)
 class Subject:
-    """Needs of a run.
+    """A run's requirements on its nodes.
 
     Attributes:
-        folder: of this project, on every node.
+        folder: folder of this project on every node.
         data: files that every node reads.
-        save: a folder that all nodes share, if one is named.
-        port: at which the processes meet on the first node.
-        free_gib: to be free where training writes.
-        over: measures the links: tcp, or a backend of torch.distributed.
-        interface: GLOO_SOCKET_IFNAME, if the side that starts the processes sets it.
+        save: folder that all nodes share. None if not given.
+        port: rendezvous port on the first node.
+        free_gib: GiB that must be free where training writes.
+        over: how to measure the links: tcp, or a backend of torch.distributed.
+        interface: GLOO_SOCKET_IFNAME, if it is set where the run is launched.
     """
 
     folder: str
@@ -164,7 +164,7 @@ class Subject:
 
 @dataclass
 class Examination:
-    """Checks, their findings, and measurements of every pair of nodes."""
+    """Result of examining nodes: checks, findings, and measurements of every pair of nodes."""
 
     checks: list[Check] = field(default_factory=list)
     findings: list[NodeFinding] = field(default_factory=list)
@@ -172,7 +172,7 @@ class Examination:
 
 
 def examine(sessions: Sequence[Session], subject: Subject) -> Examination:
-    """Check the nodes of probes that have been started."""
+    """Examine nodes on which probes have been started."""
     done = Examination()
     _, lost = on_all(sessions, lambda session: session.ready(_SECONDS))
     done.findings += [_silent(name, reason) for name, reason in lost.items()]
@@ -215,7 +215,8 @@ def _silent(name: str, reason: str) -> NodeFinding:
 
 
 def _offset(session: Session) -> tuple[float, float]:
-    """Return the offset of a clock and its error, from the shortest of several round trips."""
+    """Return the offset of a node's clock, and the error of this measurement, from the fastest of
+    several round trips."""
     tries = []
     for _ in range(5):
         before = time.time()
@@ -227,7 +228,7 @@ def _offset(session: Session) -> tuple[float, float]:
 
 
 def _port(sessions: Sequence[Session], port: int) -> Iterator[NodeFinding]:
-    """Yield findings about the port at which ranks meet."""
+    """Yield findings about whether the rendezvous port is free and reachable."""
     first, *others = sessions
     what = f"port {port} of {first.name}"
     try:
@@ -254,7 +255,7 @@ def _port(sessions: Sequence[Session], port: int) -> Iterator[NodeFinding]:
 def _shared(
     sessions: Sequence[Session], path: str, folders: dict[str, str]
 ) -> Iterator[NodeFinding]:
-    """Yield findings about a file that one node writes and locks, as the others see it."""
+    """Yield findings about whether all nodes see a file that one node writes and locks."""
     deepest = max(folders.values(), key=len)
     where = f"folder {path}"
     owners = [session for session in sessions if folders[session.name] == deepest]
@@ -271,7 +272,7 @@ def _shared(
             lambda one: one.ask("look", _SECONDS, folder=deepest, name=name, seconds=_LOOKING),
         )
     except ProbeError:
-        return  # its report has said that it cannot write
+        return  # the node's report has already said so
     finally:
         with suppress(ProbeError):
             first.ask("unmark", _SECONDS)

@@ -1,4 +1,4 @@
-"""Findings about nodes, judged from the answers of their probes."""
+"""Findings about nodes, derived from their probes' answers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-MOST_CLOCKS_APART = 1.0  # seconds
+MOST_CLOCKS_APART = 1.0  # maximum difference between clocks, in seconds
 LEAST_FILES = 4096
 LEAST_SHM = 2**28
 _LEAST_INODES = 0.01
 _GIB = 2**30
-SLOW = 0.25  # of the median bandwidth: a link with less is named
-FAR = 10.0  # times the median latency: a link with more is named, if that is a millisecond more
+SLOW = 0.25  # a link is reported below this fraction of the median bandwidth
+FAR = 10.0  # a link is reported above this multiple of the median latency if it is also 1 ms more
 _LEAST_TRIP = 1e-3
-_NAMED = 3  # maximum named nodes that a node cannot connect to
+_NAMED = 3  # maximum number of unreachable nodes listed in a finding
 Reports = Mapping[str, Mapping[str, Any]]
-Pair = tuple[str, str]  # who sends, who receives
+Pair = tuple[str, str]  # sender, receiver
 
 
 class Link(NamedTuple):
-    """From one node to another: bytes per second, and seconds there and back."""
+    """Link from one node to another: bytes per second, and round-trip time in seconds."""
 
     rate: float
     trip: float
@@ -33,8 +33,8 @@ Links = Mapping[Pair, Link]
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """A fault: its node (two names with an arrow for a link), the check, the value found, the right
-    one, and the remedy."""
+    """A fault: the node (or two names with an arrow for a link), the check, the value found, the
+    expected value, and the remedy."""
 
     node: str
     check: str
@@ -47,7 +47,7 @@ class NodeFinding:
 
 
 def judge_reports(reports: Reports, free_gib: float) -> list[NodeFinding]:
-    """Return the findings of every node, alone and compared with the others."""
+    """Return the findings about each node, by itself and compared with the other nodes."""
     findings = [*_versions(reports), *_code(reports), *_data(reports)]
     for name, report in reports.items():
         findings += [*_places(name, report["places"], free_gib), *_limits(name, report)]
@@ -58,8 +58,8 @@ def judge_reports(reports: Reports, free_gib: float) -> list[NodeFinding]:
 
 
 class Check(NamedTuple):
-    """An examined item: its name, the value on most nodes (empty if nothing was to be examined),
-    and the first words of the findings about it."""
+    """A completed check: its name, the value on most nodes (empty if it did not apply), and the
+    prefixes by which its findings are recognised."""
 
     name: str
     value: str
@@ -67,7 +67,7 @@ class Check(NamedTuple):
 
 
 def checks_of(reports: Reports) -> list[Check]:
-    """Checks of nodes, from their reports."""
+    """Return the checks that the nodes' reports cover."""
     if not reports:
         return []
     first = next(iter(reports.values()))
@@ -94,12 +94,12 @@ def checks_of(reports: Reports) -> list[Check]:
 
 
 def usual(values: Mapping[Any, Any]) -> Any:
-    """Return the value of most nodes; among equals, the first node's."""
+    """Return the most common value, in a tie the one that occurs first."""
     return Counter(values.values()).most_common(1)[0][0]
 
 
 def _odd(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the nodes that differ from most: name, value, the usual one."""
+    """Yield (node, its value, the usual value) for each node that differs from most."""
     if values:
         most = usual(values)
         yield from ((name, value, most) for name, value in values.items() if value != most)
@@ -220,8 +220,8 @@ def _kinds(gpus: list[dict[str, str]]) -> str:
 
 
 def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[NodeFinding]:
-    """Yield the clocks that are wrong; ``offsets`` are seconds before this machine's clock, and
-    their error."""
+    """Yield findings about wrong clocks. ``offsets`` has, for each node, the seconds by which its
+    clock is ahead of this machine's, and the error of this measurement."""
     if not offsets:
         return
     middle = statistics.median_low(offset for offset, _ in offsets.values())
@@ -235,8 +235,7 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[NodeFin
 
 
 def slow_links(links: Links) -> list[Pair]:
-    """Return the links that are far from the median in bytes or in time; of two nodes, from the
-    better direction."""
+    """Return the links whose bandwidth or latency is much worse than usual."""
     if len(links) < 2:
         return []
     rate, trip = usual_link(links)
@@ -248,7 +247,7 @@ def slow_links(links: Links) -> list[Pair]:
 
 
 def usual_link(links: Links) -> Link:
-    """Return the medians; of two nodes, the better direction."""
+    """Return the median bandwidth and latency, or for two nodes the better direction's."""
     rates, trips = zip(*links.values(), strict=True)
     if len(links) > 2:
         return Link(statistics.median(rates), statistics.median(trips))
@@ -256,7 +255,8 @@ def usual_link(links: Links) -> Link:
 
 
 def judge_links(links: Links) -> list[NodeFinding]:
-    """Return a node to or from which all links are slow, otherwise the link."""
+    """Return findings about slow links. If all links to or from a node are slow, report the node
+    instead of its links."""
     slow = dict.fromkeys(slow_links(links))
     findings = []
     for place, word in ((0, "sends"), (1, "receives")):
@@ -275,9 +275,8 @@ def judge_links(links: Links) -> list[NodeFinding]:
 def judge_lost(
     lost: Mapping[Pair, str], untried: Collection[str] = (), over: str = "tcp"
 ) -> list[NodeFinding]:
-    """Return the findings of pairs that cannot connect: a node that several others do not reach or
-    that does not reach them, otherwise the pair. ``untried`` are nodes that have not been tried
-    with all others."""
+    """Return findings about pairs that cannot connect. A node that fails with several others is
+    reported instead of its pairs. ``untried`` are nodes that were not tried with all others."""
     rest, findings = dict(lost), []
     check, right = f"connection ({over})", "it works"
     remedy = "open all ports between the nodes of a run; see routes and /etc/hosts"
@@ -301,7 +300,7 @@ def judge_lost(
 
 
 def peers_of(pairs: Iterable[Pair]) -> dict[str, list[str]]:
-    """Return the other nodes of these pairs, for each node."""
+    """Return, for each node, the other nodes with which it forms a pair."""
     peers: dict[str, dict[str, None]] = {}
     for a, b in pairs:
         peers.setdefault(a, {})[b] = None

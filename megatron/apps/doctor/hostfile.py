@@ -1,6 +1,8 @@
-"""The hostfile of DeepSpeed's launcher, and the nodes in it that a run uses. DeepSpeed trains on
-one machine if the file does not exist, ignores text after a number of slots, and otherwise fails
-with a traceback. Here each mistake is an error that names file, line and remedy.
+"""Parsing of DeepSpeed's hostfile, and selection of its nodes.
+
+If the file does not exist, DeepSpeed's launcher trains on one machine. It ignores text after the
+number of slots, and otherwise fails with a traceback. Here, each mistake is an error that names the
+file, the line and the remedy.
 """
 
 from __future__ import annotations
@@ -11,18 +13,18 @@ import re
 from collections.abc import Iterable, Mapping
 
 Slots = dict[str, list[int]]
-"""The slots of each node, in the order of the ranks."""
+"""Slots of each node, in rank order."""
 
 _ENTRY = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)(\s+max_slots=\d+)?(\s*#.*)?")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 
 
 class HostfileError(ValueError):
-    """A hostfile, or a choice of its nodes, is wrong."""
+    """Raised if a hostfile, or a selection of its nodes, is invalid."""
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> Slots:
-    """Nodes and their slots. Raises :class:`HostfileError`."""
+    """Return the nodes with their slots. Raises :class:`HostfileError` if the file is invalid."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
@@ -51,7 +53,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> Slots:
 
 
 def _entry(line: str, where: str) -> tuple[str, int]:
-    """Name and number of slots in a line."""
+    """Return the node name and the number of slots in a line."""
     entry = _ENTRY.fullmatch(line)
     if entry is None:
         raise HostfileError(
@@ -76,7 +78,7 @@ def _entry(line: str, where: str) -> tuple[str, int]:
 
 
 def _likely_name(line: str) -> str:
-    """Return the node name at the start of an invalid line, or node-1."""
+    """Return the node name at the start of an invalid line, or "node-1"."""
     name = re.split(r"[\s:=,]", line, maxsplit=1)[0]
     return name if _NAME.fullmatch(name) else "node-1"
 
@@ -87,8 +89,8 @@ def _likely_slots(line: str) -> str:
 
 
 def chosen(nodes: Mapping[str, list[int]], include: str = "", exclude: str = "") -> Slots:
-    """Return the nodes that ``--include`` names, or all except those in ``--exclude``; both use
-    DeepSpeed's notation, ``NAME[:SLOT,SLOT...][@NAME...]``. Raises :class:`HostfileError`."""
+    """Return the nodes in ``--include``, or all except those in ``--exclude``. Both use DeepSpeed's
+    notation, ``NAME[:SLOT,SLOT...][@NAME...]``. Raises :class:`HostfileError` if it is invalid."""
     if include and exclude:
         raise HostfileError("--include and --exclude contradict each other; give one of them")
     flag, text = ("--include", include) if include else ("--exclude", exclude)
@@ -137,5 +139,5 @@ def _meant(name: str, nodes: Iterable[str]) -> str:
 
 
 def as_include(nodes: Mapping[str, list[int]]) -> str:
-    """Return the remaining nodes in the form that :func:`chosen` reads."""
+    """Return nodes and slots as a value for ``--include``."""
     return "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in nodes.items())

@@ -1,6 +1,8 @@
-"""The program on every node: it answers requests, one line of JSON each, until its input ends.
+"""Probe program that runs on every node. It answers requests, one line of JSON each, until its
+input ends.
 
-It is sent to the node and needs nothing there but Python, so that it can report what is missing.
+Its source code is sent to the node and needs only Python there, so that it can report what is
+missing.
 """
 
 from __future__ import annotations
@@ -34,24 +36,24 @@ _GPU_FIELDS = (
     "clocks_throttle_reasons.hw_power_brake_slowdown",
 )
 _XIDS_OF_PROGRAMS = ("13", "31", "43", "45", "68", "69")
-"""NVIDIA's numbers of errors that programs make."""
+"""NVIDIA's numbers for Xid errors that are caused by programs rather than hardware."""
 _CHUNK = bytes(2**18)
 _PINGS = 20
 _MESSAGES = 10
 _MEETING = timedelta(seconds=20)
-_held: dict[str, Any] = {}  # what stays open between requests: sockets, the locked file
+_held: dict[str, Any] = {}  # objects kept open between requests: sockets, the locked file
 
 
 def report(
     folder: str, packages: list[str], data: list[str], places: list[str], interface: str = ""
 ) -> dict[str, Any]:
-    """Return what this node is. Sizes are in bytes.
+    """Return a description of this node. Sizes are in bytes.
 
     Args:
-        folder: of this project.
+        folder: folder of this project.
         data: files that training reads.
-        places: folders that training writes into, or that it will make.
-        interface: GLOO_SOCKET_IFNAME, if the side that starts the processes sets it.
+        places: folders to which training writes. They need not exist yet.
+        interface: GLOO_SOCKET_IFNAME, if it is set where the run is launched.
     """
     return {
         "python": platform.python_version(),
@@ -79,8 +81,9 @@ def _version(package: str) -> str | None:
 
 
 def _code(folder: Path) -> dict[str, str]:
-    """A digest of each file of the trainer."""
-    programs = folder.glob("*.py") if (folder / "setup.py").is_file() else ()  # else packages'
+    """Return a digest of each source file of the trainer, by its path."""
+    # without setup.py, the folder also has files of other packages
+    programs = folder.glob("*.py") if (folder / "setup.py").is_file() else ()
     files = [*programs, *folder.glob("megatron/**/*.py")]
     return {str(file.relative_to(folder)): digest(file.read_bytes())[:12] for file in files}
 
@@ -93,7 +96,7 @@ def _file(path: Path) -> str | None:
 
 
 def _place(path: str) -> dict[str, Any]:
-    """Return the nearest folder that exists, and its free room."""
+    """Return the nearest existing parent folder, its free space, and why writing fails, if so."""
     existing = os.path.abspath(path)
     while not os.path.isdir(existing):
         existing = os.path.dirname(existing)
@@ -115,8 +118,7 @@ def _own_address() -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    """Return a row for each GPU, and further output or errors; ``rows`` is empty without a
-    driver."""
+    """Return the GPUs (one row each, none without a driver), other output or errors, and Xids."""
     output = _nvidia_smi()
     return {**output, "xids": _xids() if output["rows"] or output["error"] else []}
 
@@ -137,12 +139,12 @@ def _nvidia_smi() -> dict[str, Any]:
         if len(values) == len(_GPU_FIELDS):
             rows.append(dict(zip(_GPU_FIELDS, values, strict=True)))
         else:
-            others.append(line.strip())  # such as a warning
+            others.append(line.strip())  # warnings and the like
     return {"rows": rows, "error": "\n".join(others)}
 
 
 def _xids() -> list[str]:
-    """Return the last error of each GPU in the kernel's log, where this user may read it."""
+    """Return the last Xid error of each GPU in the kernel log, if this user may read it."""
     try:
         said = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -154,13 +156,13 @@ def _xids() -> list[str]:
 
 
 def clock() -> float:
-    """Seconds since 1970."""
+    """Return the time on this node's clock, in seconds since 1970."""
     return time.time()
 
 
 def mark(folder: str, name: str) -> str:
-    """Leave a file in a folder, and lock it until :func:`unmark`. Return why the file system has no
-    locks, if so. Raises OSError if it cannot be written; then nothing is left."""
+    """Create a file in a folder, and lock it until :func:`unmark`. Return the reason if the file
+    cannot be locked, otherwise "". Raises OSError, leaving nothing behind, if writing fails."""
     file = _held["mark"] = open(os.path.join(folder, name), "w")  # noqa: SIM115
     try:
         file.write(name)
@@ -178,14 +180,14 @@ def mark(folder: str, name: str) -> str:
 def unmark() -> None:
     file = _held.pop("mark")
     os.unlink(file.name)
-    with contextlib.suppress(OSError):  # what could not be written before
+    with contextlib.suppress(OSError):  # unwritten data
         file.close()
 
 
 def look(folder: str, name: str, seconds: float) -> str:
     """Return the state of a file that another node has marked: ``locked``, ``not locked``,
-    ``without locks: REASON``, or ``not seen`` after this many seconds; network file systems take a
-    while."""
+    ``without locks: REASON``, or ``not seen`` if it does not appear within ``seconds``. Network
+    file systems may be slow to show a file."""
     deadline = time.monotonic() + seconds
     while name not in (os.listdir(folder) if os.path.isdir(folder) else []):
         if time.monotonic() > deadline:
@@ -202,17 +204,18 @@ def look(folder: str, name: str, seconds: float) -> str:
 
 
 def listen(port: int) -> int:
-    """Accept connections at a port, or at any if it is 0; each is measured by :func:`send`."""
+    """Accept connections on a port (0 means any free port) for measurements with :func:`send`.
+    Return the port."""
     try:
         server = _held["server"] = _listener(port)
-    except OSError as error:  # Python appends words of its own
+    except OSError as error:  # without the address that Python appends
         raise OSError(error.errno, os.strerror(error.errno or 0)) from None
     threading.Thread(target=_accept, args=(server,), daemon=True).start()
     return int(server.getsockname()[1])
 
 
 def _listener(port: int) -> socket.socket:
-    """At the addresses of IPv4 and IPv6; nodes may have names in one of them only."""
+    """Return a server socket for IPv4 and IPv6: a node's name may resolve to only one of them."""
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -251,8 +254,8 @@ def connect(host: str, port: int, seconds: float) -> None:
 
 
 def send(host: str, port: int, seconds: float) -> dict[str, float]:
-    """Send for this many seconds. Return bytes per second, as they arrive, and the shortest round
-    trip in seconds."""
+    """Send data for ``seconds``. Return the rate at which it arrives, in bytes per second, and the
+    shortest round trip in seconds."""
     with socket.create_connection((host, port), 5) as other:
         other.settimeout(30)
         other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -271,7 +274,7 @@ def send(host: str, port: int, seconds: float) -> dict[str, float]:
 
 
 def store() -> int:
-    """Open the store at which a pair of nodes meets for :func:`meet`; return its port."""
+    """Open the rendezvous store of a pair of nodes for :func:`meet`. Return the store's port."""
     import torch.distributed as dist
 
     _held["store"] = dist.TCPStore(
@@ -281,8 +284,9 @@ def store() -> int:
 
 
 def meet(backend: str, host: str, port: int, rank: int, seconds: float) -> dict[str, float] | None:
-    """Send from rank 0 to rank 1 with torch.distributed, which both call, for about this many
-    seconds; with nccl from the first GPU's memory. Return on rank 0 the result of :func:`send`."""
+    """Send from rank 0 to rank 1 with torch.distributed for about ``seconds``. With nccl, the data
+    are in the memory of the first GPU. Collective: both ranks must call this. Return the result as
+    in :func:`send` on rank 0, and None on rank 1."""
     import torch
     import torch.distributed as dist
 
@@ -300,11 +304,11 @@ def meet(backend: str, host: str, port: int, rank: int, seconds: float) -> dict[
             else:
                 dist.recv(there, 0)
                 dist.send(one, 0)
-            one.item()  # it is there
+            one.item()  # wait until it has arrived
             return time.perf_counter() - start
 
         trips = [round_trip(one) for _ in range(_PINGS)]
-        round_trip(few)  # buffers are made
+        round_trip(few)  # warm-up: allocates buffers
         length = torch.tensor([_length(few.nbytes / round_trip(few), seconds)], device=device)
         round_trip(length)
         many = torch.ones(int(length.item()), device=device)
@@ -316,7 +320,7 @@ def meet(backend: str, host: str, port: int, rank: int, seconds: float) -> dict[
 
 
 def _length(rate: float, seconds: float) -> int:
-    """Return the numbers in each message, for all to take about this many seconds at a rate."""
+    """Return the number of elements per message with which all messages take about ``seconds``."""
     return max(2**14, min(2**24, int(rate * seconds / _MESSAGES / 4)))
 
 
@@ -327,8 +331,8 @@ REQUESTS: dict[str, Callable[..., Any]] = {
 
 
 def serve() -> None:
-    """Answers until the input ends."""
-    # Libraries print too, even from C, bypassing Python.
+    """Answer requests from standard input until it ends."""
+    # Redirect stdout, because libraries print too, even from C.
     answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)
     print("ready", file=answers, flush=True)

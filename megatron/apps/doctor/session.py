@@ -1,4 +1,5 @@
-"""A probe on a node, started as launchers start processes there: by ssh, by srun, or here."""
+"""Session with a probe on a node. The probe is started in the way launchers start processes: with
+ssh, with srun, or locally."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ serve()
 
 
 class ProbeError(RuntimeError):
-    """A node gave no answer, or an error."""
+    """Raised if a node did not answer in time, or answered with an error."""
 
 
 class Session:
-    """The probe of a node, by the name that other nodes find it with; ``command`` starts Python
-    with further words. Requests are answered in their order."""
+    """Session with one node's probe. ``name`` is the name by which other nodes address the node,
+    and ``command`` starts Python there. Requests are answered in order."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
@@ -47,21 +48,21 @@ class Session:
         )
 
     def ready(self, seconds: float) -> None:
-        """Send the probe and wait until it runs. Raises ProbeError."""
+        """Send the probe, and wait until it runs. Raises ProbeError if it does not."""
         sources = {"digests": digests.__file__, "probe": probe.__file__}
         boot = _BOOT.format(**{name: Path(file).read_text() for name, file in sources.items()})
         code = base64.b64encode(boot.encode()).decode()
         self._write(f"exec(__import__('base64').b64decode('{code}'))")
         deadline = time.monotonic() + seconds
-        while self._line(deadline) != b"ready":  # login shells may greet
+        while self._line(deadline) != b"ready":  # skip the greetings of login shells
             pass
 
     def ask(self, request: str, within: float, **values: Any) -> Any:
-        """Call a function of the probe. Raises ProbeError: it failed, or gave no answer in time."""
+        """Call a function of the probe. Raises ProbeError if it fails or takes too long."""
         self._asked += 1
         self._write(json.dumps([self._asked, request, values]))
         deadline, answer = time.monotonic() + within, {"number": 0}
-        while answer["number"] < self._asked:  # a question before may be answered late
+        while answer["number"] < self._asked:  # skip late answers to earlier requests
             answer = json.loads(self._line(deadline))
         if "error" in answer:
             raise ProbeError(answer["error"])
@@ -102,14 +103,14 @@ class Session:
 
 
 def by_ssh(name: str, folder: str, python: str, options: Sequence[str] = ()) -> list[str]:
-    """Return the command that starts the probe of a node."""
+    """Return the command that starts a node's probe over ssh."""
     words = shlex.join(["cd", folder]) + " && exec " + shlex.join([python, *_BEGIN])
     ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options]
     return [*ssh, name, f"sh -c {shlex.quote(words)}"]
 
 
 def by_srun(name: str, folder: str, python: str) -> list[str]:
-    """Return the command inside an allocation of slurm."""
+    """Return the command that starts a node's probe within a Slurm allocation."""
     step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", f"--nodelist={name}"]
     return [*step, f"--chdir={folder}", python, *_BEGIN]
 
@@ -121,7 +122,7 @@ def here(python: str) -> list[str]:
 def on_all(
     sessions: Sequence[Session], job: Callable[[Session], Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run a job for all nodes concurrently; return results and errors by node name."""
+    """Run a job for all nodes concurrently. Return results and errors, each by node name."""
     answers: dict[str, Any] = {}
     errors: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""Answers of the model in training to prompts, written at every evaluation."""
+"""Answers to prompts by the model being trained, generated at every evaluation."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from megatron.formats.generation_settings import ends_of, for_tokenizer
 from megatron.parallel.mesh import Mesh
 from megatron.run.run import Run
 from megatron.training.registry import WrittenText, WrittenTexts
+from megatron.training.report import say
 from megatron.training.trainer import Callback, Trainer
 
 
 class PromptTokens(NamedTuple):
-    """A prompt, and the answer that the data have; () if they have none."""
+    """Token ids of a prompt, and of its answer in the data (empty if the data contain none)."""
 
     prompt: tuple[int, ...]
     reference: tuple[int, ...] = ()
 
 
 class Prompts(NamedTuple):
-    """The prompts that the model in training answers, the tokens that end an answer, and most
-    tokens of one."""
+    """Prompts for the model being trained, and the end tokens and maximum length of its answers."""
 
     prompts: tuple[PromptTokens, ...]
     ends: frozenset[int] = frozenset()
@@ -49,8 +49,8 @@ class Prompts(NamedTuple):
 
 
 def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompts:
-    """Prompts of ``--sample-prompts``, or of held-out examples, or, if nothing is held out, of
-    training examples. Raises ConfigError or OSError if the file cannot be used."""
+    """Return the prompts of ``--sample-prompts``, by default of held-out examples, or of training
+    examples if none are held out. Raises ConfigError or OSError if the file cannot be used."""
     datasets = data.datasets
     assert datasets.train is not None
     if run.config.section(PreferenceConfig).preference == "reward":
@@ -72,8 +72,8 @@ def sample_prompts(config: TuningConfig, run: Run, data: TrainingData) -> Prompt
 
 
 def answer_tokens(config: TuningConfig, positions: int) -> int:
-    """Return the maximum number of tokens of an answer for a model with ``positions`` positions.
-    Raises ConfigError if ``--sample-tokens`` are all of them."""
+    """Return the maximum number of tokens in an answer for a model with ``positions`` positions.
+    Raises ConfigError if ``--sample-tokens`` leaves no room for a prompt."""
     tokens = config.sample_tokens or min(128, positions // 2)
     if tokens >= positions:
         raise ConfigError(
@@ -84,7 +84,7 @@ def answer_tokens(config: TuningConfig, positions: int) -> int:
 
 
 def prompt_of(sample: Any) -> PromptTokens | None:
-    """Return the first prompt of a sample, with the better of two answers, or None."""
+    """Return a sample's first prompt with its answer (the chosen one of two), or None."""
     if isinstance(sample, PromptSample):
         return PromptTokens(tuple(sample.prompt.tokens.tolist()))
     if isinstance(sample, PreferenceSample):
@@ -104,8 +104,8 @@ def prompt_of(sample: Any) -> PromptTokens | None:
 
 
 def prompts_of_file(path: str, count: int, run: Run) -> list[PromptTokens]:
-    """Prompts of a file of examples, or of text, a prompt on each line, in the format of the run's
-    data. Raises ConfigError or OSError if it cannot be used."""
+    """Return the first ``count`` prompts of a file of examples, or of a text file with one per
+    line, in the format of the run's data. Raises ConfigError or OSError if the file is unusable."""
     flag = f"--sample-prompts {path}"
     if not Path(path).is_file():
         raise ConfigError(f"{flag}: there is no such file")
@@ -114,7 +114,7 @@ def prompts_of_file(path: str, count: int, run: Run) -> list[PromptTokens]:
         examples = [example for _, example in read_examples(path, columns)]
     else:
         lines = Path(path).read_text("utf-8").splitlines()
-        # An answer shows where the prompt ends.
+        # A dummy answer marks the end of the prompt.
         examples = [
             Example((Turn("user", line), Turn(ANSWER, "-"))) for line in lines if line.strip()
         ]
@@ -130,15 +130,32 @@ def prompts_of_file(path: str, count: int, run: Run) -> list[PromptTokens]:
 
 
 class Baseline(Callback):
-    """Evaluate the model before the first step."""
+    """Callback that evaluates the model before the first step."""
 
     def before_step(self, trainer: Trainer) -> None:
         if trainer.iteration == 0:
             trainer.evaluate()
 
 
+_MOST_SHOWN = 60
+"""Maximum number of characters of a prompt or answer on the console."""
+
+
+def shown(text: WrittenText) -> str:
+    """Shorten a prompt and its answer for the console. The metrics contain the full text."""
+    ended = "" if text.ended else " (not ended)"
+    return f"prompt: {_short(text.prompt, at_end=True)} | answer: {_short(text.answer)}{ended}"
+
+
+def _short(text: str, at_end: bool = False) -> str:
+    """Quote text on one line. Long text keeps only its beginning or, ``at_end``, its end."""
+    if len(text) > _MOST_SHOWN:
+        text = f"...{text[-_MOST_SHOWN:]}" if at_end else f"{text[:_MOST_SHOWN]}..."
+    return repr(text)
+
+
 class SampleTexts(Callback):
-    """Lets the model answer prompts at every evaluation, greedily."""
+    """Callback with which the model answers prompts at every evaluation, by greedy decoding."""
 
     def __init__(self, run: Run, mesh: Mesh, prompts: Prompts) -> None:
         self._tokenizer, self._mesh, self._prompts = run.tokenizer, mesh, prompts.prompts
@@ -153,7 +170,7 @@ class SampleTexts(Callback):
         self._written_at: int | None = None
 
     def evaluate(self, trainer: Trainer, last: bool) -> None:
-        """Writes where an evaluation is due."""
+        """Generate and show the answers if an evaluation is due."""
         due = last or trainer.plan.evaluates_after(trainer.iteration)
         if not due or not self._requests or self._written_at == trainer.iteration:
             return
@@ -162,7 +179,7 @@ class SampleTexts(Callback):
         engine, tokenizer = trainer.engine, self._tokenizer
         count, longest = len(self._requests), self._longest
         with training_runner(engine, tokenizer, count, longest, self._steps) as runner:
-            # At ZeRO 3 a pass of one replica needs the weights that the others have.
+            # At ZeRO 3, the forward pass of one replica needs the other replicas' weights.
             writer = TextWriter(self._mesh, tokenizer, runner, together=engine.stage == 3)
             completions = writer.completions(self._requests)
         texts = tuple(
@@ -174,11 +191,14 @@ class SampleTexts(Callback):
             )
             for each, completion in zip(self._prompts, completions, strict=True)
         )
+        if trainer.at_end and self._mesh.world.rank == 0:
+            first = shown(texts[0])
+            say(f"sample 1 of {len(texts)} at iteration {trainer.iteration} | {first}")
         trainer.show(WrittenTexts(trainer.iteration, texts))
 
     def _text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Return the text of tokens, without tokens that end an answer and ids that the tokenizer
-        lacks."""
+        """Return the text of token ids, without ids that the tokenizer lacks. Tokens that end an
+        answer are only included with ``special``."""
         shown = [token for token in tokens if special or token not in self._ends]
         known = [token for token in shown if token < self._tokenizer.vocab_size]
         return self._tokenizer.detokenize(known)

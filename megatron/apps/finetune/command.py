@@ -1,5 +1,5 @@
-"""``finetune.py``: completes the flags, trains on examples and evaluates on held-out ones, and
-writes the result."""
+"""Implementation of ``finetune.py``. It completes the flags, trains on examples, evaluates on
+held-out examples, and writes the result."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ from megatron.util.progress import say
 
 
 class ExampleCounts(NamedTuple):
-    """Samples of an epoch: of each path of the training data, and of each held-out set."""
+    """Number of samples per epoch for each path of training data and for each held-out dataset."""
 
     train: tuple[int, ...]
     valid: dict[str, int]
 
 
 class TuningRun(NamedTuple):
-    """A fine-tuning, completed."""
+    """A fine-tuning run whose settings are complete."""
 
     config: TuningConfig
     run: Run
@@ -69,8 +69,8 @@ class TuningRun(NamedTuple):
 
 
 def parse(description: str | None = None, argv: Sequence[str] | None = None) -> TuningRun:
-    """Run fine-tuning from a command line, in each of its processes, starting them if the flags ask
-    for it. Raises ValueError or OSError, naming the flag, model or data that cannot be used."""
+    """Prepare fine-tuning from a command line, and start all processes if the flags request it.
+    Raises ValueError or OSError, naming the flag, model or data that cannot be used."""
     config, settings = RunToolParser(TuningConfig, description).parse(argv)
     check_flags(config, settings)
     check_output_folder(config)
@@ -80,7 +80,7 @@ def parse(description: str | None = None, argv: Sequence[str] | None = None) -> 
 
 
 def planned(config: TuningConfig, settings: Settings, processes: int) -> TuningRun:
-    """Completes the settings of a fine-tuning, whose length depends on its examples."""
+    """Complete the settings of a fine-tuning run, whose length depends on its examples."""
     settings = derived({"family": "gpt"}) | settings
     settings = completed(config, settings, processes)
     length = {} if has_length(settings) else derived({"train_samples": 10**6})
@@ -88,7 +88,7 @@ def planned(config: TuningConfig, settings: Settings, processes: int) -> TuningR
     counts = count_samples(run)
     settings = dict(settings)
     if len(config.data) > 1 and not is_weighted(config.data):
-        # Several paths without weights are used to the same extent each.
+        # Weight paths without weights by their samples, so that each example is used equally often.
         pairs = zip(counts.train, training_paths(config), strict=True)
         words = tuple(word for count, path in pairs for word in (str(count), path))
         name = "train_data_path" if config.eval_data else "data_path"
@@ -106,7 +106,7 @@ def planned(config: TuningConfig, settings: Settings, processes: int) -> TuningR
 
 
 def _evaluations(settings: Settings, run: Run, counts: ExampleCounts) -> Settings:
-    """Evaluates on all held-out samples a few times, and logs often enough for a curve."""
+    """Add settings for ten evaluations on all held-out samples, and for frequent log lines."""
     batch = run.config.training.global_batch_size
     values = {
         "eval_iters": math.ceil(max(counts.valid.values(), default=0) / batch),
@@ -117,15 +117,15 @@ def _evaluations(settings: Settings, run: Run, counts: ExampleCounts) -> Setting
         steps = settings["train_samples"].value // batch
     elif "train_iters" in settings:
         steps = settings["train_iters"].value
-    if steps is not None:  # 10 evaluations, and 50 log lines or more
+    if steps is not None:  # 10 evaluations, at least 50 log lines
         values["eval_interval"] = max(1, steps // 10)
         values["log_interval"] = min(10, max(1, steps // 50))
     return derived(values) | settings
 
 
 def fine_tune(tuning: TuningRun) -> None:
-    """Trains to the end and exports; a run that was stopped exports nothing. Raises ValueError or
-    OSError if data or checkpoints cannot be used, or the result cannot be written."""
+    """Train to the end and export the model. A run that was stopped exports nothing. Raises
+    ValueError or OSError if data or checkpoints cannot be used or the result cannot be written."""
     run, config = tuning.run, tuning.config
     assert config.output is not None
     with connected(run, config) as mesh:
@@ -147,7 +147,7 @@ def fine_tune(tuning: TuningRun) -> None:
     rows = read_metrics(metrics) if metrics and Path(metrics).is_file() else []
     summary = TuningSummary(run.config, record, trainer.iteration, rows)
     write_whole(output / REPORT, report(summary, output.resolve().name).encode())
-    # An end by --early-stopping-patience is no interruption.
+    # Early stopping by --early-stopping-patience is a normal end, not an interruption.
     if stopped is not None and not stopped.startswith("--early-stopping-patience"):
         say(f"stopped by {stopped}: the same command continues from {output / CHECKPOINTS}")
     elif config.export:
@@ -156,8 +156,8 @@ def fine_tune(tuning: TuningRun) -> None:
 
 
 def _nothing_left(tuning: TuningRun, earlier: Earlier) -> bool:
-    """True if an output folder has all that a command would make, which is then said: nothing is
-    written."""
+    """Return whether the output folder already contains everything that the command would produce.
+    If so, tell the user that nothing is written."""
     config, steps = tuning.config, int(earlier.source.state.get("iteration", 0))
     training, save = tuning.run.config.training, Path(tuning.run.config.checkpoint.save or "")
     patience = PatienceFlags.of(training).early_stopping_patience
@@ -174,8 +174,8 @@ def _nothing_left(tuning: TuningRun, earlier: Earlier) -> bool:
 
 
 def record_of(tuning: TuningRun, earlier: Earlier | None, changes: Sequence[str]) -> TuningRecord:
-    """The record of a fine-tuning in its checkpoints, which may continue an earlier one with
-    ``changes``."""
+    """Return the record that a fine-tuning run stores in its checkpoints. If the run continues
+    ``earlier``, ``changes`` are its differences from that run."""
     config, counts = tuning.config, tuning.counts
 
     def names(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -195,10 +195,10 @@ def record_of(tuning: TuningRun, earlier: Earlier | None, changes: Sequence[str]
 
 
 def count_samples(run: Run) -> ExampleCounts:
-    """Tokenizes the examples of a run, or takes them from the cache, and counts the samples that
-    they make. Raises ValueError or OSError, naming flag and file, if data cannot be used."""
+    """Tokenize a run's examples, or read them from the cache, and count the resulting samples.
+    Raises ValueError or OSError, naming the flag and file, if data cannot be used."""
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
-    # Orders of samples are made again once their number is known: the first ones are not logged.
+    # The order of samples is computed again once their number is known, so do not log this one.
     loggers = (log_of_packing, log_of_pairs)
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -214,13 +214,14 @@ def count_samples(run: Run) -> ExampleCounts:
 
 
 def _lengths(samples: SampleDataset[Any]) -> tuple[int, ...]:
-    """Samples of each path."""
+    """Return the number of samples for each path."""
     return tuple(map(len, getattr(samples, "parts", (samples,))))
 
 
 class SameSamples(RenumberedSamples[Any]):
-    """The first ``count`` samples of a data set in every evaluation, which reads ``each`` of them
-    (filled up from the beginning), ``num_samples`` in all evaluations."""
+    """Held-out samples that are the same in every evaluation: the first ``count`` of a dataset. An
+    evaluation reads ``each`` samples, starting over if there are fewer. All evaluations together
+    read ``num_samples``."""
 
     def __init__(
         self, dataset: SampleDataset[Any], count: int, each: int, num_samples: int
@@ -236,13 +237,12 @@ class SameSamples(RenumberedSamples[Any]):
 
 
 def training_data(run: Run, epochs: Epochs | None, held_out: dict[str, int]) -> TrainingData:
-    """Return the run's data; every evaluation reads the same held-out samples, at most
-    ``held_out``."""
+    """Return the run's data. Every evaluation reads the same ``held_out`` samples per dataset."""
     plan = TrainingPlan(run.config, epochs)
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
     train, valid, test = plan.sample_counts
     each = plan.eval_iters * plan.global_batch_size
-    valid += each  # before the first step
+    valid += each  # for the evaluation before the first step
     prepared = data.training_data((train, min(valid, each), test), plan.batch_sizes)
     same = {
         name: SameSamples(samples, held_out[name], each, valid)

@@ -1,5 +1,5 @@
-"""The result of a fine-tuning as a model of Hugging Face, prompted as the examples that it was
-trained on: chat template and end tokens of its folder."""
+"""Export of a fine-tuned model as a Hugging Face folder. The folder's chat template and end tokens
+let users prompt the model in the format of the training examples."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from megatron.util.progress import say
 
 REPORT = "report.html"
 EXPORTED = "exported.json"
-"""Among the checkpoints: which of them the model in --output is, and how it was written."""
+"""JSON file in the checkpoint folder that records which checkpoint was exported, and how."""
 ADAPTER = "adapter"
-"""Folder of the adapters in --output."""
+"""Subfolder of --output for the adapters."""
 _ALPACA = """\
 {%- set state = namespace(text='', first=true) -%}
 {%- for message in messages -%}
@@ -67,8 +67,8 @@ _PLAIN = """\
 
 
 def check_output_folder(config: TuningConfig) -> None:
-    """Raises ConfigError if the result cannot be written later, or would replace a model that this
-    command has not written."""
+    """Check the output folder. Raises ConfigError if the result could not be written to it later,
+    or would replace a model that this command did not write."""
     assert config.output is not None
     output = Path(config.output)
     parse_size(config.max_shard_size)
@@ -87,9 +87,9 @@ def check_output_folder(config: TuningConfig) -> None:
 def export_model(
     config: TuningConfig, run: Run, summary: TuningSummary, ends: frozenset[int]
 ) -> None:
-    """Write the newest checkpoint as a model to ``--output``, verified to give the same logits in
-    transformers. Its card is the checkpoint's, or else ``summary``. Raises ValueError or OSError if
-    the model fits no architecture, or the folder cannot be written."""
+    """Export a checkpoint as a model to ``--output``, verified to give the same logits in
+    transformers. The model card describes the checkpoint's record, or ``summary`` if it has none.
+    Raises ValueError or OSError if no architecture fits or the folder cannot be written."""
     assert config.model is not None and config.output is not None
     output, checkpoint = Path(config.output), exported_checkpoint(run)
     size, result, names = parse_size(config.max_shard_size), None, list[str]()
@@ -117,7 +117,7 @@ def export_model(
 
 
 def _export_adapters(source: AdaptedSource, folder: Path, base: str, run: Run) -> None:
-    """Writes the adapters of a checkpoint as peft does, for the model ``base``."""
+    """Write a checkpoint's adapters in peft's format, for the base model ``base``."""
     with unfinished_folder(folder.resolve()) as temporary:
         tensors = write_peft(source, temporary, str(Path(base).resolve()))
         run.tokenizer.save_pretrained(temporary)
@@ -126,8 +126,8 @@ def _export_adapters(source: AdaptedSource, folder: Path, base: str, run: Run) -
 
 
 def exported_checkpoint(run: Run) -> FoundCheckpoint:
-    """Return the checkpoint to export: the newest, or with ``--keep-best`` the best evaluation's.
-    Raises CheckpointError without one."""
+    """Return the checkpoint to export: the newest or, with ``--keep-best``, that of the best
+    evaluation. Raises CheckpointError if no checkpoint exists."""
     checkpoints = Path(run.config.checkpoint.save or "")
     has_best = KeepBestFlags.of(run.config.checkpoint).keep_best and (checkpoints / BEST).is_file()
     best = read_json(checkpoints / BEST)["checkpoint"] if has_best else None
@@ -138,7 +138,7 @@ def exported_checkpoint(run: Run) -> FoundCheckpoint:
 
 
 def done_in(source: Source, summary: TuningSummary) -> TuningSummary:
-    """Work done until a checkpoint, by its own record, else as in ``summary``."""
+    """Return a summary of the work up to a checkpoint, using the checkpoint's own record if any."""
     steps = int(source.state.get("iteration", summary.steps))
     return dataclasses.replace(
         summary,
@@ -150,8 +150,8 @@ def done_in(source: Source, summary: TuningSummary) -> TuningSummary:
 
 
 def is_exported(config: TuningConfig, run: Run) -> bool:
-    """True if the model in ``--output`` was exported from the checkpoint to export, with the same
-    flags, and all of its files exist."""
+    """Return whether the model in ``--output`` is complete, and was exported with the same flags
+    from the checkpoint that would be exported."""
     checkpoint = exported_checkpoint(run)
     path = checkpoint.folder.parent / EXPORTED
     if not path.is_file():
@@ -170,8 +170,9 @@ def _export_note(config: TuningConfig, folder: Path, files: list[str] | None) ->
 
 
 def template_of(run: Run) -> str | None:
-    """Return the chat template that formats conversations as in training, unless they are pairs of
-    texts: from ``--chat-template``, the tokenizer, or equivalent to ``--prompt-format``."""
+    """Return the chat template that formats conversations as in training. It is that of
+    ``--chat-template``, the tokenizer's, or the equivalent of ``--prompt-format``. Return None if
+    the examples are raw prompts with completions."""
     config = run.config.section(InstructionConfig)
     if config.chat_template is not None:
         return read_template(config.chat_template, f"--chat-template {config.chat_template}")
@@ -194,7 +195,7 @@ def template_of(run: Run) -> str | None:
 
 
 def _has_pairs(run: Run) -> bool:
-    """True if the first example is a raw prompt and its completion."""
+    """Return whether the first example is a raw prompt with its completion."""
     train = parts_of(run.config).train
     assert train is not None
     file = example_files(train.sources[0].paths[0])[0]
@@ -210,8 +211,8 @@ def _has_pairs(run: Run) -> bool:
 
 
 def write_chat_format(folder: Path, run: Run, ends: frozenset[int]) -> bool:
-    """Add what prompts need, and the end tokens ``ends`` of answers, to an exported model. Return
-    True if it has a chat template."""
+    """Add the chat template and the answers' end tokens ``ends`` to an exported model. Return
+    whether the model has a chat template."""
     template = template_of(run)
     settings = folder / "tokenizer_config.json"
     if template is not None and settings.is_file():

@@ -1,5 +1,5 @@
-"""Origin of an output folder: its checkpoints say it, a command that continues them is
-compared with it, and the model card repeats it."""
+"""Provenance of an output folder. Its checkpoints record the inputs of the run. A command that
+continues it is compared with this record, and the model card shows it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ from megatron.features.inputs.compared import (
     recorded_inputs,
 )
 from megatron.features.inputs.data_files import changed_files
+from megatron.features.inputs.flags import ChangedDataFlags
 from megatron.training.resume import ResumeSource, find_origin
 from megatron.util.secrets import without_secrets
 
 TUNING = "tuning"
-"""The key of a :class:`TuningRecord` in ``state.json``."""
+"""Key of the :class:`TuningRecord` in ``state.json``."""
 _NOT_COMPARED = frozenset(
     ("chat_template", "reference_checkpoint", "retro_project_dir", "log_token_accuracy")
 )
-"""Flags that name files, which are compared by content, and flags that no step depends on."""
+"""Flags that are not compared: logging, and files whose contents are compared instead."""
 _MUST_AGREE = frozenset(("seed", "split", "seq_length"))
-"""As all flags of adapters, distillation and kinds of data."""
+"""Fields that must not change, nor may flags of adapters, distillation or kinds of data."""
 _SAID = ("training", "optimizer", "precision", "hidden_dropout", "attention_dropout")
-"""Parts and fields whose values may change, as the model card then says."""
+"""Parts and fields of the configuration that may change. The model card shows their changes."""
 _NAMES = {"split": "the split of --held-out or --eval-data"}
 
 
 def base_name(path: str) -> str:
-    """The name of a model's folder, or of its repository in Hugging Face's cache."""
+    """Return the name of a model's folder, or of its repository in Hugging Face's cache."""
     parts = Path(path).resolve().parts
     cached = next((part for part in parts if part.startswith("models--")), None)
     return parts[-1] if cached is None else cached.removeprefix("models--").replace("--", "/")
@@ -52,9 +53,9 @@ def base_name(path: str) -> str:
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """The record of a fine-tuning run in its checkpoints: names of the base and of the example
-    files; epochs (None if another length was given); samples per epoch and held-out samples; and
-    values changed by later starts, with the step of each change."""
+    """Record of a fine-tuning run, stored in its checkpoints: names of the base model and the
+    example files, epochs (None if another length was given), samples per epoch, held-out samples,
+    and values that a later start changed, with the step of each change."""
 
     model: str
     data: tuple[str, ...]
@@ -66,12 +67,12 @@ class TuningRecord:
     changes: tuple[tuple[int, str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the record as JSON values."""
         return dataclasses.asdict(self)
 
     def after(self, source: Source, changes: Sequence[str]) -> TuningRecord:
-        """Return the record of a run that continues a checkpoint's run with other values. Base and
-        data keep their recorded names."""
+        """Return the record of a run that continues a checkpoint's run with other values. The names
+        of the base model and the data remain those in the checkpoint."""
         before = TuningRecord.of(source)
         if before is None:
             return self
@@ -87,8 +88,8 @@ class TuningRecord:
 
     @classmethod
     def of(cls, source: Source) -> TuningRecord | None:
-        """The record in a checkpoint; None if an earlier version wrote it. Raises CheckpointError
-        if it is malformed."""
+        """Return the record in a checkpoint, or None if an earlier version wrote the checkpoint.
+        Raises CheckpointError if the record is malformed."""
         content = source.state.get(TUNING)
         if content is None:
             return None
@@ -101,7 +102,7 @@ class TuningRecord:
 
 
 class Earlier(NamedTuple):
-    """The checkpoint that a command continues."""
+    """Checkpoint that a command continues, and the configuration of its run."""
 
     origin: ResumeSource
     source: Source
@@ -109,7 +110,7 @@ class Earlier(NamedTuple):
 
 
 def earlier_run(config: RunConfig) -> Earlier | None:
-    """The checkpoint in the output folder, if there is one."""
+    """Return the checkpoint in the output folder that the command continues, or None."""
     origin = find_origin(config.checkpoint)
     if origin is None or not origin.continues:
         return None
@@ -118,13 +119,13 @@ def earlier_run(config: RunConfig) -> Earlier | None:
 
 
 def run_of(source: Source) -> RunConfig | None:
-    """The configuration that wrote a checkpoint, also of adapters."""
+    """Return the configuration of the run that wrote a checkpoint of a model or of adapters."""
     return source.run if source.additions is None else source.additions.run
 
 
 def check_base(config: TuningConfig) -> None:
-    """Raises ConfigError if the output folder was made from another model than ``--model``. Nothing
-    that takes time has happened then."""
+    """Check, before any slow work, that the output folder was made from ``--model``. Raises
+    ConfigError if it was made from another model."""
     assert config.model is not None and config.output is not None
     checkpoint = locate_checkpoint(Path(config.output) / CHECKPOINTS)
     base = locate_checkpoint(config.model)
@@ -141,7 +142,7 @@ def check_base(config: TuningConfig) -> None:
 
 
 def _base_by_path(found: FoundCheckpoint) -> dict[str, dict[str, str]]:
-    """The base of a folder that an earlier version has written, which says its path alone."""
+    """Return the base model of a checkpoint from an earlier version that recorded only its path."""
     file = found.folder / CONFIG
     content = read_json(file) if file.is_file() else {}
     path = content.get("checkpoint", {}).get("pretrained_checkpoint")
@@ -154,8 +155,8 @@ def _base_by_path(found: FoundCheckpoint) -> dict[str, dict[str, str]]:
 def changes_since(
     earlier: Earlier, config: RunConfig, data: TrainingData, output: str | None
 ) -> list[str]:
-    """Return the differences between a command and the one whose checkpoint it continues, a line
-    each. Raises CheckpointError where an output folder has one value only, unless
+    """Return the differences between a command and the one whose checkpoint it continues, one per
+    line. Raises CheckpointError if a value differs that must not change, unless
     ``--allow-changed-data`` is given."""
     saved = [DataFile(**file) for file in earlier.source.state.get("data", ())]
     differ = [f"data: {line}" for line in changed_files(saved, data.files(), same_flags=True)]
@@ -165,7 +166,7 @@ def changes_since(
             differ.append(line)
         elif part in _SAID or name in _SAID:
             changes.append(line)
-    if differ and not config.checkpoint.allow_changed_data:
+    if differ and not ChangedDataFlags.of(config.checkpoint).allow_changed_data:
         more = f", and {len(differ) - 4} more differences" if len(differ) > 4 else ""
         raise CheckpointError(
             f"--output {output} was made otherwise: {'; '.join(differ[:4])}{more}; give what it "
@@ -175,8 +176,8 @@ def changes_since(
 
 
 def _changed_values(before: RunConfig, now: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Part, field and a line for each flag with another value; none of when a run evaluates and
-    ends."""
+    """Yield part, field and a description for each flag that has changed. Flags for the length of a
+    run and its evaluations are left out."""
     old, new = before.to_dict(), without_secrets(now.to_dict())
     for part, values in new.items():
         flags = {field.name: field for field in dataclasses.fields(PART_FLAGS[part])}

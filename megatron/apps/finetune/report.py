@@ -1,5 +1,4 @@
-"""The report of a fine-tuning: one HTML file with its numbers, curves and answers, which needs no
-other file and no network."""
+"""Report of a fine-tuning run: a self-contained HTML file with its numbers, curves and answers."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from megatron.apps.finetune.summary import TuningSummary, numbers
 from megatron.training.registry import METRICS
 
 _LEFT_OUT = frozenset(name for name, metric in METRICS.items() if not metric.curve)
-"""Values of training steps without a curve here; metrics.jsonl has them."""
+"""Metrics of training steps that are not plotted. They are in metrics.jsonl."""
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 440, 220, 56, 28, 12
 _COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df")
 _STYLE = """
@@ -35,11 +34,11 @@ summary { cursor: pointer; margin: .6rem 0 .3rem; } .soft { color: var(--soft); 
 """
 
 Curve = tuple[list[float], list[float]]
-"""Steps and values."""
+"""Steps and values to plot."""
 
 
 def report(summary: TuningSummary, name: str) -> str:
-    """The HTML page of the fine-tuning in the folder ``name``."""
+    """Return the HTML page for the fine-tuning run in the folder ``name``."""
     parts = [
         f"<h1>{escape(name)}</h1>",
         f"<p>{escape(summary.method)} of {escape(summary.record.model)}</p>",
@@ -60,7 +59,7 @@ def report(summary: TuningSummary, name: str) -> str:
 
 
 def curves_of(summary: TuningSummary) -> dict[str, dict[str, Curve]]:
-    """Return curves by value and by data (training, held out); the loss comes first."""
+    """Return the curves of each metric, by dataset ("training", "held out"). Losses come first."""
     curves: dict[str, dict[str, Curve]] = {}
     for row in summary.rows:
         kind, _, name_of_set = row["kind"].partition(" ")
@@ -77,7 +76,7 @@ def curves_of(summary: TuningSummary) -> dict[str, dict[str, Curve]]:
 
 
 def _rank(name: str) -> int:
-    """The loss that is minimised first, then other losses."""
+    """Return a sort key: the loss that is minimised, then other losses, then everything else."""
     return 0 if name in ("lm loss", "loss") else 1 if "loss" in name else 2
 
 
@@ -99,7 +98,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _texts(summary: TuningSummary) -> str:
-    """The answers of every moment, the last one open."""
+    """Return the HTML of the answers at each evaluation. Only the last evaluation is expanded."""
     rows = [row for row in summary.rows if row["kind"] == "text"]
     if not rows:
         return ""
@@ -123,7 +122,7 @@ def _texts(summary: TuningSummary) -> str:
 
 
 def _figure(title: str, curves: Mapping[str, Curve]) -> str:
-    """A picture of curves over the steps."""
+    """Return an SVG figure with curves over the steps."""
     steps = [step for xs, _ in curves.values() for step in xs]
     values = [value for _, ys in curves.values() for value in ys]
     low, high = min(values), max(values)
@@ -172,7 +171,7 @@ def _figure(title: str, curves: Mapping[str, Curve]) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two bounds, about four."""
+    """Return about four round numbers between two bounds, for an axis."""
     step = 10.0 ** math.floor(math.log10((high - low) / 3))
     step *= next((n for n in (1, 2, 5) if (high - low) / (n * step) <= 5), 10)
     first = math.ceil(low / step)
@@ -180,7 +179,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def labels(marks: Sequence[float]) -> list[str]:
-    """Return numbers formatted with enough digits to distinguish them."""
+    """Format numbers with enough digits to distinguish them."""
     labels_shown: list[str] = []
     for digits in range(6, 16):
         labels_shown = [f"{mark:.{digits}g}" for mark in marks]

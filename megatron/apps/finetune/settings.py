@@ -1,4 +1,4 @@
-"""The flags of ``finetune.py`` beyond the training flags, and its training settings."""
+"""Flags of ``finetune.py`` beyond the training flags, and the training settings they imply."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron.training.resume import ResumeSource, find_origin
 
 ORIGIN = "finetune.py"
 CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in --output."""
+"""Subfolder of --output for the checkpoints."""
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, SEQ_LENGTH = 16, 2, 2048
 RATES = {
     "full": 1e-5, "lora": 1e-4, "full preference": 5e-7, "lora preference": 5e-6, "full rl": 1e-6,
     "lora rl": 1e-5,
 }  # fmt: skip
-"""Usual peak learning rates, from LLaMA-Factory's examples, and from trl for texts of the model."""
+"""Usual peak learning rates: LLaMA-Factory's, and trl's for reinforcement learning."""
 _OF_THIS_COMMAND = {
     **dict.fromkeys(("pretrained_checkpoint", "use_checkpoint_args"), "--model"),
     **dict.fromkeys(("data_path", "train_data_path", "data_args_path", "train_data"), "--data"),
@@ -39,7 +39,7 @@ _OF_THIS_COMMAND = {
     **dict.fromkeys(("save", "load"), "--output"),
     "split": "--held-out",
 }
-"""Flags that this command's flags set; giving them too is an error."""
+"""Settings that a flag of this command sets, so that their own flags must not be given as well."""
 _SHOWN = {
     "--pretrained-checkpoint": "--model",
     "--data-path": "--data",
@@ -53,54 +53,54 @@ _HELD_OUT_SHARE = Bounds(lambda value: 0 <= value <= 0.5, "must be in [0, 0.5]")
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Fine-tuning: the model, its data, and what becomes of it."""
+    """Options for fine-tuning: the model, its data, and the result."""
 
     model: str | None = option(None)
-    """Folder of the model, as downloaded from Hugging Face, or a checkpoint of any format."""
+    """Folder of the model as downloaded from Hugging Face, or a checkpoint in any format."""
     data: tuple[str, ...] = option(())
-    """Files, folders or globs of examples (JSON, JSON lines, Parquet, CSV, TSV): instructions and
-    answers; with --preference better and worse answers; with --rl prompts, and what rewards
-    compare with. Of the folder of a data set its training split. PATH PATH ... uses all examples of
-    each, WEIGHT PATH WEIGHT PATH ... blends them."""
+    """Files, folders or globs of examples (JSON, JSON lines, Parquet, CSV, TSV). Examples are
+    instructions with answers; with --preference, better and worse answers; with --rl, prompts with
+    references for the reward. The folder of a dataset means its training split. PATH PATH ... uses
+    all examples of each path, WEIGHT PATH WEIGHT PATH ... blends them."""
     output: str | None = option(None)
-    """Folder for the result: a model of Hugging Face, the checkpoints, and a report."""
+    """Folder for the result: a Hugging Face model, the checkpoints, and a report."""
     eval_data: tuple[str, ...] = option(())
-    """Files, folders or globs of held-out examples, instead of a share of --data. Of the folder of
-    a data set its validation or, without one, its test split."""
+    """Files, folders or globs of held-out examples, instead of a fraction of --data. The folder of
+    a dataset means its validation split or, without one, its test split."""
     held_out: float | None = option(
         None, derived="0.05; 0 with --eval-data", bounds=_HELD_OUT_SHARE, aliases=("--val-size",)
     )
-    """Share of --data that is held out and evaluated on; 0 for none."""
+    """Fraction of --data that is held out for evaluation. 0 holds out nothing."""
     epochs: int | None = option(
         None,
         derived="3; with --preference and --rl 1",
         bounds=POSITIVE,
         aliases=("--num-train-epochs",),
     )
-    """How often to train on all examples; --train-iters and the like set another length."""
+    """Number of epochs over the examples. --train-iters and similar flags set another length."""
     sample_prompts: str | None = option(None, derived="the first held-out prompts")
-    """File with prompts that the model in training answers at every evaluation: a line each, or a
-    file of examples."""
+    """File with prompts that the model answers at every evaluation during training: a text file
+    with one prompt per line, or a file of examples."""
     samples: int = option(3, bounds=NOT_NEGATIVE)
-    """Number of prompts that the model in training answers at every evaluation; 0 for none."""
+    """Number of prompts that the model answers at each evaluation during training. 0 for none."""
     sample_tokens: int | None = option(
         None, derived="128, or half of the model's positions where that is less", bounds=POSITIVE
     )
-    """Most tokens of such an answer."""
+    """Maximum number of tokens in an answer at an evaluation."""
     export: bool = option(True, off="--no-export")
-    """Leave it at checkpoints: write no Hugging Face folder."""
+    """Write checkpoints only, without a Hugging Face folder."""
     merge_adapters: bool = option(True, flag="--merge-adapters", off="--no-merge-adapters")
-    """With --lora, write the model with its adapters added to the weights, next to the adapters in
-    the folder adapter."""
+    """With --lora, write the model with its adapters merged into the weights, in addition to the
+    adapters in the folder adapter."""
     overwrite: bool = option(False)
-    """Replace a model in --output that this command has not written."""
+    """Replace a model in --output that this command did not write."""
     max_shard_size: str = option("5GB")
-    """Largest safetensors file of the result, for example 500MB, 5GB or 4GiB."""
+    """Maximum size of a safetensors file in the result, for example 500MB, 5GB or 4GiB."""
 
 
 @contextmanager
 def errors_in_own_flags() -> Iterator[None]:
-    """Errors about flags that finetune.py sets name the flag of finetune.py that sets them."""
+    """In this context, name flags of finetune.py in error messages, not the flags that they set."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -111,8 +111,8 @@ def errors_in_own_flags() -> Iterator[None]:
 
 
 def check_flags(config: TuningConfig, settings: Settings) -> None:
-    """Raises ConfigError if a flag is missing, does not name what it should, or sets what this
-    command sets."""
+    """Check the flags of the command. Raises ConfigError if a flag is missing or contradicts
+    another, or if a flag is given that this command sets itself."""
     for name, what in (
         ("model", "the folder of a Hugging Face model, or a checkpoint"),
         ("data", "files of examples"),
@@ -144,8 +144,9 @@ def check_flags(config: TuningConfig, settings: Settings) -> None:
 
 
 def completed(config: TuningConfig, settings: Settings, processes: int) -> Settings:
-    """The settings of the training, without its length if no flag gives one. Raises ConfigError or
-    CheckpointError if flags or the model cannot be used."""
+    """Return the given settings and those of the DeepSpeed JSON, completed with this command's
+    paths and defaults. The training length is only included if a flag sets it. Raises ConfigError
+    or CheckpointError for unusable flags or models."""
     path = settings["deepspeed_config"].value if "deepspeed_config" in settings else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
@@ -154,12 +155,12 @@ def completed(config: TuningConfig, settings: Settings, processes: int) -> Setti
 
 
 def derived(values: Mapping[str, Any]) -> Settings:
-    """Settings whose origin is this command."""
+    """Return values as settings whose origin is this command."""
     return {name: Setting(value, ORIGIN) for name, value in values.items()}
 
 
 def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
-    """Model, data and folders."""
+    """Return the values of settings for model, data and folders."""
     checkpoints = str(Path(config.output or "") / CHECKPOINTS)
     files: dict[str, Any] = {
         "pretrained_checkpoint": config.model,
@@ -178,26 +179,26 @@ def _files(config: TuningConfig, settings: Settings) -> dict[str, Any]:
         share = 0.05 if config.held_out is None else config.held_out
         files["data_path"] = weighted(training_paths(config))
         files["split"] = f"{1 - share:g},{share:g},0"
-        # No prompt is trained on and evaluated on.
+        # Never train and evaluate on the same prompt.
         files["split_by"] = "prompt"
     return files
 
 
 def training_paths(config: TuningConfig) -> tuple[str, ...]:
-    """``--data``, in which the folder of a data set names its training split."""
+    """Return the paths of ``--data``, with each dataset's folder replaced by its training split."""
     return tuple(split_of(path, TRAIN_SPLITS) for path in config.data)
 
 
 def weighted(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Return paths, each preceded by a weight; unweighted ones get equal weights until their
-    numbers of examples are known."""
+    """Return paths, each preceded by a weight. Without weights, all get weight 1, which is replaced
+    once the numbers of examples are known."""
     if len(paths) < 2 or is_weighted(paths):
         return paths
     return tuple(word for path in paths for word in ("1", path))
 
 
 def is_weighted(paths: tuple[str, ...]) -> bool:
-    """True if a list of paths begins with a weight."""
+    """Return whether a list of paths begins with a weight."""
     try:
         float(paths[0])
     except ValueError:
@@ -208,9 +209,9 @@ def is_weighted(paths: tuple[str, ...]) -> bool:
 def _defaults(
     config: TuningConfig, settings: Settings, processes: int, has_json: bool
 ) -> dict[str, Any]:
-    """Values of settings that neither flags nor the DeepSpeed JSON give."""
+    """Return defaults for settings that neither flags nor the DeepSpeed JSON contain."""
     origin = find_origin(build(CheckpointConfig, settings))
-    assert origin is not None  # --model exists
+    assert origin is not None  # not None, because --model exists
     model = origin.found.open(verify=False).model
     lora = "lora" in settings or "qlora" in settings
     objective = _objective(settings)
@@ -224,7 +225,8 @@ def _defaults(
         "keep_last": 2,
         **_batches(settings, processes),
     }
-    if objective:  # as in trl: the model begins as its reference, and reads what it wrote
+    # As in trl, no dropout: the policy starts equal to its reference and scores its own answers.
+    if objective:
         defaults |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     else:
         defaults["sft_loss_weights"] = "tokens"
@@ -237,13 +239,12 @@ def _defaults(
 
 
 def _objective(settings: Settings) -> str:
-    """``preference`` or ``rl`` where the data have no answers to learn, else nothing."""
+    """Return ``preference`` or ``rl`` if the run has that objective, otherwise ""."""
     return next((name for name in ("preference", "rl") if name in settings), "")
 
 
 def _moved_tokenizer(config: TuningConfig, origin: ResumeSource) -> dict[str, str]:
-    """Return the tokenizer of --model if the checkpoint to continue names the base's tokenizer by
-    its former name."""
+    """Return the tokenizer path of --model if the base model has moved since the checkpoint."""
     run = origin.found.open(verify=False).run if origin.continues else None
     if run is None or config.model is None:
         return {}
@@ -254,7 +255,7 @@ def _moved_tokenizer(config: TuningConfig, origin: ResumeSource) -> dict[str, st
 
 
 def _batches(settings: Settings, processes: int) -> dict[str, int]:
-    """Batch sizes near the usual ones that divide each other."""
+    """Return batch sizes that are consistent with each other and close to the usual ones."""
 
     def value(name: str, default: int) -> int:
         return settings[name].value if name in settings else default
@@ -276,10 +277,10 @@ def _batches(settings: Settings, processes: int) -> dict[str, int]:
 
 
 def _group(settings: Settings) -> int:
-    """Return the number of texts per prompt, all of which are in one batch."""
+    """Return the number of completions per prompt, all of which must be in one batch."""
     if "rl" not in settings:
         return 1
-    from megatron.apps.reinforcement.settings import PAPERS  # after the flags of all features
+    from megatron.apps.reinforcement.settings import PAPERS  # requires all features' flags
 
     given = settings.get("num_generations")
     paper = PAPERS[settings["rl"].value][1]
@@ -287,5 +288,5 @@ def _group(settings: Settings) -> int:
 
 
 def has_length(settings: Settings) -> bool:
-    """True if flags set the length of the training."""
+    """Return whether a flag sets the training length."""
     return any(f"train_{unit}" in settings for unit in LENGTHS)

@@ -1,5 +1,4 @@
-"""Work of a fine-tuning in words and numbers, and its model card: the README.md of a Hugging Face
-folder."""
+"""Summary of a fine-tuning run, and its model card: the README.md of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -58,12 +57,13 @@ TITLES = {
 
 @dataclass(frozen=True)
 class TuningSummary:
-    """Work done by a fine-tuning run.
+    """Summary of a fine-tuning run.
 
     Attributes:
-        config: of its last part, if it was resumed.
-        steps: of the optimizer.
-        rows: of the metrics, of these steps.
+        config: configuration of the last start.
+        record: provenance of the run.
+        steps: number of optimizer steps.
+        rows: rows of the metrics file up to the last of these steps.
     """
 
     config: RunConfig
@@ -73,7 +73,7 @@ class TuningSummary:
 
     @property
     def method(self) -> str:
-        """Such as "DPO with LoRA"."""
+        """Name of the training method, such as "DPO with LoRA"."""
         preference = self.config.section(PreferenceConfig).preference
         adapters = self.config.section(AdapterConfig)
         trained = "QLoRA" if adapters.qlora else "LoRA" if adapters.lora else ""
@@ -84,7 +84,7 @@ class TuningSummary:
         return f"Supervised fine-tuning{f' with {trained}' if trained else ' of all weights'}"
 
     def facts(self) -> dict[str, str]:
-        """Names and values, in the order in which they are shown."""
+        """Return facts about the run, as titles and values in display order."""
         config, training = self.config, self.config.training
         optimizer, parallel = config.optimizer, config.parallel
         samples = self.record.samples
@@ -147,8 +147,8 @@ class TuningSummary:
         return {"Loss": f"tokens {counted}{packed}"}
 
     def results(self) -> list[tuple[str, str, str]]:
-        """Rows of numbers on held-out data: name, with the set's name where there are several, the
-        value before the first step ("" if that was not evaluated) and at the end."""
+        """Return the metrics on held-out data as (name, value before the first step, final value),
+        with the dataset's name if there are several. An unknown value is ""."""
         comparisons = []
         kinds = dict.fromkeys(row["kind"] for row in self.rows)
         for kind in (k for k in kinds if k.partition(" ")[0] == "validation"):
@@ -165,7 +165,7 @@ class TuningSummary:
 
 
 def _texts(options: ReinforcementConfig) -> str:
-    """Number, length and judges of the texts that the policy wrote."""
+    """Describe the completions that the policy generates: number, length and reward."""
     model = () if options.reward_model is None else ("a reward model",)
     environment = () if options.environment is None else (options.environment,)
     rewards = ", ".join((*options.reward_funcs, *model, *environment)) or "a teacher"
@@ -181,11 +181,11 @@ _SAID_BY_LOSS = ("perplexity", " PPL")
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite values of a row of metrics, without perplexities, which the losses say. The loss
-    of a step has the name that evaluations give it, and occurs once."""
+    """Return the finite values in a row of metrics, without perplexities, which follow from the
+    losses. A training step's loss is renamed to its name in evaluations and occurs only once."""
     named = {value for name, value in row.items() if name.endswith(" loss")}
     if "loss" in row and (not named or row["loss"] in named):
-        # Training steps with one loss say "loss" alone; others say it next to its name.
+        # Steps with one loss call it "loss". Others have "loss" and each loss under its own name.
         row = {("lm loss" if name == "loss" and not named else name): v for name, v in row.items()}
         row.pop("loss", None)
     return {
@@ -200,8 +200,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def model_card(summary: TuningSummary, name: str, has_template: bool) -> str:
-    """The card of the model in the folder ``name``; ``has_template``: it is prompted by a chat
-    template."""
+    """Return the model card for the folder ``name``. Its usage example can use a chat template."""
     names = {*PREFERENCES.values(), *TITLES.values()} - {"reward model"}
     method = summary.method.partition(" with ")[0]
     tags = ["megatron-deepspeed", method.lower() if method in names else "sft"]

@@ -1,6 +1,7 @@
-"""Generation: from a checkpoint in any layout to requested text.
+"""Text generation from a checkpoint in any layout.
 
-:mod:`opening` makes a runner of a checkpoint (:mod:`execution`), which computes steps
-(:mod:`step`); an engine (:mod:`scheduling`) makes steps of requests (:mod:`request`), and tokens
-and text of their results (:mod:`decoding`). :mod:`server` and :mod:`generation` are its users.
+:mod:`opening` opens a checkpoint and builds a runner (:mod:`execution`), which computes one step at
+a time for all running sequences. An engine (:mod:`scheduling`) turns requests (:mod:`request`) into
+steps, and :mod:`decoding` turns the results into tokens and text. The programs that use the engine
+are :mod:`server` and :mod:`generation`.
 """

@@ -1,17 +1,18 @@
-"""The memory of generation: pages of keys and values or of latents, of equal size, with the same
-numbers in all blocks of a process; and places for the states of texts.
+"""Memory of generation: pages for keys and values or latents, and slots for recurrent states.
 
-pages = floor(bytes of a rank / bytes of its page), the fewest of all ranks, at most those of
-``MOST_SEQUENCES`` sequences of the model's longest length; a page of P positions takes
-2 x key and value heads of the rank x P x width of a head x bytes of a number in each block with
-keys and values, and P x width x bytes in each block with latents; of a model that retrieves also
-that of `execution.neighbor_memory.NeighborShape`.
+All pages have the same size, and each page number is valid in all blocks of a process. The number
+of pages is floor(memory of a rank / bytes of its page), the minimum over ranks, and at most what
+``MOST_SEQUENCES`` sequences of the model's maximum length need. A page of P positions takes 2 x key
+and value heads of the rank x P x head width x bytes per element in each block with keys and values,
+and P x width x bytes per element in each block with latents. For a model that retrieves, the bytes
+of `execution.neighbor_memory.NeighborShape` are added.
 
-In blocks with states a text takes a slot, of 4 bytes a number (8 in float64), whatever its length:
-slots = floor(bytes of a rank / bytes of its slot), the fewest of all ranks, at most as many texts
-as run at once. Where there are pages too, slots take at most half of the memory.
+In blocks with recurrent states, each sequence takes one slot of 4 bytes per element (8 in float64),
+whatever its length. The number of slots is floor(memory of a rank / bytes of its slot), the minimum
+over ranks, and at most the number of concurrent texts. If there are pages too, slots take at most
+half of the memory.
 
-Shapes: X pages, K key and value heads, P positions of a page, D head width.
+Shapes: X pages, K key and value heads, P positions of a page, D head width, W latent width.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
 from megatron.config.sections import States, TokenMemory, memory_of
 from megatron.parallel.mesh import Group
 
-MOST_SEQUENCES = 256  # of the longest length; more memory is useless
+# number of maximum-length sequences that the pages can store at most; more memory is not used
+MOST_SEQUENCES = 256
 TEXTS = 64
 """Default number of texts that run concurrently."""
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Memory for keys and values, latents and states."""
+    """Memory for keys and values, latents and recurrent states."""
 
     kv_cache_gib: float | None = option(None, derived="--kv-cache-fraction", bounds=POSITIVE)
-    """GiB of memory of each rank for keys and values."""
+    """KV cache memory of each rank, in GiB, including recurrent states."""
     kv_cache_fraction: float | None = option(None, derived="CPU: 0.4; GPU: 0.85", bounds=POSITIVE)
-    """Share for keys and values of the memory that is free once the model is loaded."""
+    """Fraction of the memory that is free after loading the model to use for the KV cache and
+    recurrent states."""
 
     @property
     def texts(self) -> int:
-        """Texts that run at once."""
+        """Maximum number of texts that run concurrently."""
         return TEXTS
 
     def pages(
@@ -57,12 +60,13 @@ class CacheConfig:
         world: Group,
         taken: int = 0,
     ) -> int:
-        """Pages of every rank, where states have ``taken`` some bytes of this one; all ranks must
-        call it. Raises ConfigError if they are too few for the model's longest sequence."""
+        """Return the number of pages, which is the same on every rank. ``taken`` is the number of
+        bytes that recurrent states take on this rank. Collective: every rank must call it. Raises
+        ConfigError if the pages cannot store the model's longest sequence."""
         room = self._bytes(device) - taken
         needed = -(-max_positions // shape.positions)
         pages = MOST_SEQUENCES * needed
-        if shape.bytes:  # a rank of a pipeline may have an encoder's only
+        if shape.bytes:  # a pipeline stage may have only the encoder
             pages = min(pages, max(0, int(room // shape.bytes)))
         pages = _fewest(pages, device, world)
         if pages < needed:
@@ -77,11 +81,12 @@ class CacheConfig:
     def slots(
         self, states: StateShape, pages: PageShape, device: torch.device, world: Group
     ) -> int:
-        """Slots of every rank, next to pages of this shape; all ranks must call it. Raises
-        ConfigError if there is room for none."""
+        """Return the number of slots, which is the same on every rank. ``pages`` is the shape of
+        the pages that share the memory. Collective: every rank must call it. Raises ConfigError if
+        there is no memory for even one slot."""
         share = 2 if pages.bytes else 1
         room, slots = self._bytes(device), self.texts
-        if states.bytes:  # a rank of a pipeline may have other blocks only
+        if states.bytes:  # a pipeline stage may have no blocks with states
             slots = min(slots, int(room / share // states.bytes))
         slots = _fewest(slots, device, world)
         if not slots:
@@ -100,8 +105,8 @@ class CacheConfig:
         return f"the free memory ({room / 2**30:.3g} GiB for keys and values)"
 
     def drafts(self, model: ModelConfig) -> int:
-        """Tokens that the model's own blocks draft in a step. Raises ConfigError if it cannot do
-        what flags say."""
+        """Return the number of tokens that the model's own MTP blocks draft in a step. Raises
+        ConfigError if the model cannot draft as the flags require."""
         return 0
 
     def _bytes(self, device: torch.device) -> float:
@@ -120,21 +125,21 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class ServedConfig(CacheConfig):
-    """Keys and values, the adapters of the model, and tokens that are drafted."""
+    """Memory of generation, adapters, and speculative decoding."""
 
     adapter: tuple[str, ...] = option((), aliases=("--lora-modules",))
-    """Adapters on the model of --load, as NAME=FOLDER: folders of peft, or checkpoints of runs with
-    --lora."""
+    """Adapters for the model of --load, as NAME=FOLDER. A folder is in the format of peft, or a
+    checkpoint of a run with --lora."""
     num_speculative_tokens: int = option(0, bounds=NOT_NEGATIVE)
-    """Tokens of each text that are drafted and computed in the step of the token before them. The
-    text is the same to the last bit; it takes fewer steps where drafts are right. 0 for none."""
+    """Number of tokens of each text to draft and verify in one step (speculative decoding). The
+    text is bitwise the same, and takes fewer steps where drafts are accepted. 0 disables drafts."""
     speculative_method: str | None = option(
         None,
         choices=("mtp", "ngram"),
         derived="mtp for a model with --mtp-num-layers, else ngram",
     )
-    """Source of drafts: the model's multi-token prediction blocks, or the continuation of the
-    latest tokens' previous occurrence in the text."""
+    """Source of drafts: mtp uses the model's multi-token prediction blocks, ngram the tokens that
+    followed the previous occurrence of the latest tokens in the text."""
 
     def drafts(self, model: ModelConfig) -> int:
         count, method = self.num_speculative_tokens, self.speculative_method
@@ -160,7 +165,7 @@ class ServedConfig(CacheConfig):
 
 
 def _fewest(count: int, device: torch.device, world: Group) -> int:
-    """The least number of all ranks."""
+    """Return the minimum of ``count`` over all ranks. Collective."""
     if world.size == 1:
         return count
     counts = torch.tensor(count, device=device)
@@ -170,8 +175,8 @@ def _fewest(count: int, device: torch.device, world: Group) -> int:
 
 @dataclass(frozen=True)
 class PageShape:
-    """Contents of a page on one rank: ``positions`` positions of ``layers``, the blocks with keys
-    and values or latents by number, and ``others``, further bytes."""
+    """Contents of a page on one rank: ``positions`` positions of each block in ``layers`` (keyed by
+    block number, only blocks with keys and values or latents), and ``others`` additional bytes."""
 
     layers: Mapping[int, TokenMemory]
     positions: int
@@ -180,15 +185,15 @@ class PageShape:
 
     @property
     def bytes(self) -> int:
-        """Positions x bytes of a number x, for each block, 2 x heads x width of keys and values or
-        width of latents; and others."""
+        """Bytes of a page: positions x bytes per element x, for each block, 2 x heads x width for
+        keys and values or the width for latents; plus ``others``."""
         numbers = sum(each.tensors * each.heads * each.width for each in self.layers.values())
         return self.positions * numbers * self.dtype.itemsize + self.others
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """States of a text on one rank, of the blocks ``layers`` by number."""
+    """Recurrent states of a sequence on one rank, for the blocks in ``layers``, by number."""
 
     layers: Mapping[int, States]
     dtype: torch.dtype
@@ -200,9 +205,9 @@ class StateShape:
 
 
 class PageMemory:
-    """All pages of a process: of blocks that keep the same together, ``pools`` of
-    [blocks, 2, X, K, P, D] with keys first, or [blocks, 1, X, 1, P, W] of latents. A CPU's memory
-    is taken from the system when a page is first used."""
+    """All pages of a process. Blocks with the same contents share one tensor in ``pools``: [blocks,
+    2, X, K, P, D] with keys first, or [blocks, 1, X, 1, P, W] for latents. On a CPU a page takes
+    memory only once it is used."""
 
     def __init__(self, shape: PageShape, pages: int, device: torch.device) -> None:
         self.shape, self.pages, self.device = shape, pages, device
@@ -216,26 +221,26 @@ class PageMemory:
             self._of |= zip(layers, pool, strict=True)
 
     def of(self, layer: int) -> Tensor:
-        """Keys and values [2, X, K, P, D] of a block, or its latents [1, X, 1, P, W]."""
+        """Return the keys and values [2, X, K, P, D] of a block, or its latents [1, X, 1, P, W]."""
         return self._of[layer]
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Fills pages with zeros: unwritten positions are multiplied by a probability of zero, and
-        must be finite."""
+        """Fill pages with zeros. Attention multiplies unwritten positions by a probability of zero,
+        so they must be finite."""
         for pool in self.pools:
             for page in pages:
                 pool[:, :, page] = 0.0
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(from, to), in order."""
+        """Copy pages. ``copies`` are pairs (from, to), applied in order."""
         for pool in self.pools:
             for source, target in copies:
                 pool[:, :, target] = pool[:, :, source]
 
 
 class StateMemory:
-    """The states of all slots of a process; a tensor [slots, ...] for each state of a block. A
-    CPU's memory is taken from the system when a slot is first used."""
+    """Recurrent states of all slots of a process: one tensor [slots, ...] for each state of a
+    block. On a CPU a slot takes memory only once it is used."""
 
     def __init__(self, shape: StateShape, slots: int, device: torch.device) -> None:
         self.shape, self.slots, self.device = shape, slots, device
@@ -248,11 +253,11 @@ class StateMemory:
         }
 
     def of(self, layer: int) -> tuple[Tensor, ...]:
-        """The states of a block, [slots, ...] each."""
+        """Return the states of a block, [slots, ...] each."""
         return self._of[layer]
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(from, to), in order."""
+        """Copy slots. ``copies`` are pairs (from, to), applied in order."""
         for source, target in copies:
             for pools in self._of.values():
                 for pool in pools:

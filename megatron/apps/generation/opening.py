@@ -1,4 +1,4 @@
-"""Opens a checkpoint for generation, from the flags of a command."""
+"""Open a checkpoint for generation, from the flags of a command."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _ONE = Setting(1, _OWN.origin)
 
 @dataclass(frozen=True)
 class OpenedRunner:
-    """A checkpoint of ``folder`` that generates, and its run; ``ends`` are the tokens that end its
-    texts."""
+    """Checkpoint loaded from ``folder`` for generation, with its run. ``ends`` contains the tokens
+    that end a text."""
 
     run: Run
     tokenizer: Tokenizer
@@ -58,9 +58,10 @@ def opened_runner(
     adapters: Sequence[str] = (),
     retrieves: bool = False,
 ) -> Iterator[OpenedRunner | None]:
-    """Open the checkpoint of ``--load`` in the layout of the flags, on the main rank. Other ranks
-    compute its steps, and get None once it has left the context. ``adapters``: of ``--adapter``.
-    Raises ConfigError, CheckpointError or OSError if it cannot be used."""
+    """Load the checkpoint of ``--load`` in the layout that the flags set. On the main rank, yield
+    the runner. Other ranks compute the main rank's steps until it leaves the context, then yield
+    None. ``adapters`` contains the values of ``--adapter``. Raises ConfigError, CheckpointError or
+    OSError if the checkpoint cannot be used."""
     settings = for_generation(settings)
     load = settings["load"].value if "load" in settings else "."
     with _naming_rights(load), opened_checkpoint(settings, processes, "generation") as opened:
@@ -95,7 +96,7 @@ def opened_runner(
 
 @contextmanager
 def _naming_rights(load: str) -> Iterator[None]:
-    """Names the file of a checkpoint that this user may not read, if that is why opening fails."""
+    """If opening fails because a file of the checkpoint is not readable, raise ConfigError."""
     try:
         yield
     except (OSError, CheckpointError) as error:
@@ -117,10 +118,11 @@ def runner_of(
     adapters: ServedAdapters | None = None,
     retrieves: bool = False,
 ) -> PagedRunner:
-    """A rank's part of the runner of an engine with the settings :func:`for_generation`; all ranks
-    must call it. Each data-parallel replica has its main rank. ``where`` names the checkpoint; with
-    ``retrieves`` every part of a step has the neighbours of its chunks. Raises ConfigError if the
-    family does not generate, or does not retrieve, or the memory is too small."""
+    """Return this rank's runner for an engine whose settings come from :func:`for_generation`.
+    Collective: every rank must call it. Each data-parallel replica has its own main rank. ``where``
+    describes the checkpoint in messages. With ``retrieves``, every part of a step must provide the
+    neighbours of its chunks. Raises ConfigError if the model family does not support generation or
+    retrieval, or if memory is too small."""
     config, mesh = engine.config, engine.mesh
     assert not config.parallel.sequence_parallel, "see for_generation"
     family = family_of(config.model.family)
@@ -152,8 +154,8 @@ def runner_of(
 
 
 def for_generation(settings: Settings) -> Settings:
-    """Settings without what only trains: neither activations nor sequences are divided along the
-    sequence, and blocks, whose steps have many shapes, are not compiled."""
+    """Return the settings with those that only apply to training disabled: sequence and context
+    parallelism, and compiled blocks, because generation has many shapes."""
     replaced = {"sequence_parallel": _OWN, "torch_compile": Setting("off", _OWN.origin)}
     replaced |= dict.fromkeys(("context_parallel_size", "ds_sequence_parallel_size"), _ONE)
     for name in ("cp_comm_type", "hierarchical_context_parallel_sizes"):

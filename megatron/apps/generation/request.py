@@ -1,7 +1,8 @@
-"""Requests for generated text and their results, and the steps by which a runner computes them.
+"""Data types of generation: requests for text and their results, and the steps that a runner
+computes for them.
 
 The positions of a sequence are stored in pages of equal size. The scheduler assigns pages to
-sequences, which may share some.
+sequences. Sequences may share pages.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import Tensor
 from megatron.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "cancelled", "failed"]
-"""The reason why a text ended: a stop token or text (for all beams of a beam search),
-``max_new_tokens``, its client, or an error."""
+"""Reason why a text ended: "stop" for a stop token or text (for all beams of a beam search),
+"length" for ``max_new_tokens``, "cancelled" by its client, or "failed" with an error."""
 
 
 def _require(values: object, *rules: tuple[str, bool, str]) -> None:
-    """Raises ValueError for the first rule (field, whether its value is right, the right values)
-    that is broken."""
+    """Raise ValueError for the first broken rule. A rule is (field, whether its value is valid,
+    description of valid values)."""
     for name, right, what in rules:
         if not right:
             raise ValueError(f"{name} {getattr(values, name)} must be {what}")
@@ -35,26 +36,28 @@ def _finite(values: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of the next token from the logits of a position.
+    """Parameters for choosing the next token from the logits of a position.
 
-    Penalties come first, then ``bias``, then ``temperature`` divides the logits; the draw is among
-    the tokens that ``top_k``, then ``top_p`` and then ``min_p`` keep, each of the rest before it.
-    ``greedy`` takes the most probable one after penalties and bias, without the others. Raises
-    ValueError for a value that is out of range.
+    Penalties are applied first, then ``bias``, then the logits are divided by ``temperature``.
+    Then ``top_k``, ``top_p`` and ``min_p`` filter the tokens, in this order, each among those
+    that are left. ``greedy`` takes the most probable token after penalties and bias, and ignores
+    the temperature and filters. Raises ValueError if a value is out of range.
 
     Attributes:
-        top_k: number of most probable tokens; 0 for all.
-        top_p: least sum of the probabilities of the fewest tokens.
-        top_p_decay: factor of ``top_p`` after each token, down to ``top_p_bound``; 0 for none.
-        min_p: least share of the probability of the most probable token.
-        repetition_penalty: divisor of positive logits, factor of negative ones, of tokens in prompt
-            or text (Keskar et al. 2019, arXiv:1909.05858).
-        presence_penalty: subtracted from the logits of tokens that are in the new text;
-            ``frequency_penalty`` as often as they are.
-        bias: addends of logits by token.
-        prevent_newline_after_colon: no token that begins with a line end after text that ends with
-            a colon.
-        seed: determines the draws, with the positions of the tokens; None for random draws.
+        top_k: number of most probable tokens to keep. 0 keeps all.
+        top_p: keep the fewest tokens whose probabilities sum to at least this.
+        top_p_decay: factor applied to ``top_p`` after each token, down to ``top_p_bound``. 0
+            disables the decay.
+        min_p: keep tokens with at least this fraction of the highest probability.
+        repetition_penalty: divisor of positive logits, and factor of negative ones, for tokens
+            in the prompt or the text (Keskar et al. 2019, arXiv:1909.05858).
+        presence_penalty: subtracted from the logits of tokens that occur in the new text.
+        frequency_penalty: subtracted once for each occurrence of a token in the new text.
+        bias: values added to the logits, by token.
+        prevent_newline_after_colon: never choose a token that begins with a newline after text
+            that ends with a colon.
+        seed: determines the random numbers, together with the positions. None uses a random
+            seed.
     """
 
     greedy: bool = False
@@ -96,9 +99,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class StopRules:
-    """End of a text: one of ``tokens``, which is included, or one of ``texts`` in the new text, or
-    ``max_new_tokens`` (0 to only score the prompt). ``before`` is the end of the prompt, in which
-    one of ``texts`` may begin. Raises ValueError for a value that is out of range."""
+    """Conditions that end a text: one of ``tokens``, which is included in the text, one of
+    ``texts`` in the new text, or ``max_new_tokens`` (0 only scores the prompt). ``before`` is
+    the end of the prompt, in which a stop text may begin. Raises ValueError if a value is out of
+    range."""
 
     max_new_tokens: int
     tokens: frozenset[int] = frozenset()
@@ -113,7 +117,7 @@ class StopRules:
 
 @dataclass(frozen=True)
 class Beams:
-    """Beam search: the best ``width`` texts by the sum of their log-probabilities divided by
+    """Beam search for the ``width`` best texts, by the sum of their log-probabilities divided by
     (number of new tokens) ^ ``length_penalty``."""
 
     width: int
@@ -126,8 +130,8 @@ class Beams:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A regular expression, JSON schema (``{}`` for any object) or Lark grammar that a whole text
-    must match."""
+    """Regular expression, JSON schema (``{}`` for any object) or Lark grammar for the whole
+    text."""
 
     kind: Literal["regex", "json_schema", "grammar"]
     source: str
@@ -135,14 +139,16 @@ class Constraint:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A text to continue.
+    """Request to continue a text.
 
     Attributes:
-        prompt: token ids; of a model with an encoder those that it reads. Not empty.
-        logprobs: number of most probable tokens whose log-probabilities are returned with each new
-            token's; None for no log-probabilities.
-        prompt_logprobs: the same for every prompt token except the first.
-        adapter: name of the adapter that the model has for this text.
+        prompt: token ids, at least one. They are the encoder's input if the model has an
+            encoder.
+        logprobs: number of most probable tokens to report with the log-probability of each new
+            token. None reports no log-probabilities.
+        prompt_logprobs: like ``logprobs``, for every prompt token except the first.
+        adapter: name of the adapter to use for this text. None uses the model without an
+            adapter.
     """
 
     prompt: tuple[int, ...]
@@ -157,8 +163,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Natural log-probability of a token under the raw logits of the model; ``top`` are the most
-    probable tokens with theirs, best first."""
+    """Natural log-probability of a token under the model's raw logits. ``top`` contains the most
+    probable tokens with their log-probabilities, best first."""
 
     token: int
     logprob: float
@@ -167,7 +173,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class BeamResult:
-    """One text of a beam search, and its ranking score."""
+    """One beam of a finished beam search, with its ranking score."""
 
     tokens: tuple[int, ...]
     score: float
@@ -176,15 +182,16 @@ class BeamResult:
 
 @dataclass(frozen=True)
 class Update:
-    """A step's addition to the text of the request ``number``.
+    """Result of one step for the request ``number``.
 
     Attributes:
-        scores: of the new tokens, if requested.
-        prompt_scores: once, before or with the first new token, if requested.
+        scores: scores of the new tokens, if requested.
+        prompt_scores: sent once, before or with the first new token, if requested.
         finish: None until the text ends.
-        beams: with ``finish``, of a beam search, the best first; its tokens all arrive together.
-        error: with ``finish`` "failed".
-        cached: in the first update: tokens of the prompt that were found computed.
+        beams: results of a beam search, best first, sent with ``finish``. A beam search sends all
+            its tokens at once.
+        error: set if ``finish`` is "failed".
+        cached: number of prompt tokens that were already cached. Set in the first update only.
     """
 
     number: int
@@ -199,7 +206,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Completion:
-    """All updates of a request together; fields as of :class:`Update`."""
+    """Complete result of a request. The fields combine those of all its :class:`Update` objects."""
 
     tokens: tuple[int, ...]
     finish: Finish
@@ -211,28 +218,30 @@ class Completion:
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Consecutive tokens of one sequence.
+    """Consecutive tokens of one sequence, to be computed in one step.
 
     Attributes:
-        tokens: ids at the positions ``start``, ``start`` + 1, ...
-        pages: numbers of the pages of positions 0 to the last of these; they contain keys and
-            values of earlier positions, and these tokens' are written to them.
-        decoding: true for a token that was generated and the drafts after it: each is computed as
-            where it comes alone. Other tokens are prompt: their results do not depend on how a
-            sequence is cut into parts.
-        logits: true to compute the logits after the last token; after each of a ``decoding`` part.
-        targets: the tokens that follow each of the first ``len(targets)`` tokens, to be scored with
-            the ``top`` most probable ones.
-        encoded: of a model with an encoder, the number of the encoded prompt.
-        long: true in a sequence that has, or will have, more than `Runner.long_after` tokens.
-        adapter: one of `Runner.adapters`; None for the model without.
-        neighbors: of a model that retrieves, the tokens of the neighbours of each chunk whose last
-            token is among these.
-        drafts: of a new token: how many tokens after it the runner drafts, which join the part;
-            ``pages`` has theirs.
-        before: with drafts: the drafts of the step before that were right, this token's last ones.
-        slot: of a model with states, the place of those of the sequence, which are replaced; at
-            position 0 whatever is there does not count.
+        tokens: token ids at the positions ``start``, ``start`` + 1, ...
+        pages: page numbers of the positions from 0 to the last of these tokens. They contain the
+            keys and values of earlier positions; those of these tokens are written to them.
+        decoding: true for a generated token and the drafts after it, each of which is computed
+            independently of all other tokens of the step. False for prompt tokens, whose results do
+            not depend on how the prompt is split into parts.
+        logits: whether to compute the logits after the last token. In a ``decoding`` part, whether
+            to compute them after every token.
+        targets: the tokens that follow the first ``len(targets)`` tokens. They are scored, together
+            with the ``top`` most probable ones.
+        encoded: number of the encoded prompt, for a model with an encoder.
+        long: whether the sequence has, or will have, more than `Runner.long_after` tokens.
+        adapter: one of `Runner.adapters`. None uses the model without an adapter.
+        neighbors: for a model that retrieves, the neighbours' tokens for each chunk whose last
+            token is in ``tokens``.
+        drafts: number of tokens that the runner drafts after a new token and appends to the part.
+            ``pages`` includes their pages.
+        before: drafts accepted in the previous step, which precede this token. Only with
+            ``drafts``.
+        slot: for a model with recurrent states, the slot of the sequence's states, which are
+            updated in place. At position 0 its contents are ignored.
     """
 
     tokens: tuple[int, ...]
@@ -253,9 +262,9 @@ class SequencePart:
 
 @dataclass(frozen=True)
 class StepInput:
-    """One pass through the model. First the pages of ``copies`` (from, to) are copied, in order,
-    and the states of ``state_copies``; then prompts are encoded (tokens by number) and forgotten;
-    then the parts run."""
+    """One pass through the model. First the pages of ``copies`` (from, to) and the states of
+    ``state_copies`` are copied, in order. Then prompts are encoded (token ids by number) or
+    forgotten. Then the parts are computed."""
 
     parts: tuple[SequencePart, ...]
     copies: tuple[tuple[int, int], ...] = ()
@@ -266,8 +275,8 @@ class StepInput:
 
 @dataclass(frozen=True)
 class TargetScores:
-    """Log-probabilities of a part's targets float32 [T], and the most probable tokens with theirs,
-    best first, int64 and float32 [T, ``top``]; on the CPU."""
+    """Log-probabilities of a part's targets, float32 [T], and the most probable tokens with their
+    log-probabilities, best first, int64 and float32 [T, ``top``]. All are on the CPU."""
 
     logprobs: Tensor
     top_tokens: Tensor
@@ -276,9 +285,9 @@ class TargetScores:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Logits float32 [R, V] of the parts with `SequencePart.logits`, without the padding of the
-    vocabulary, on the CPU; the scores of each part with targets; and the tokens that the runner
-    has drafted for each part with `SequencePart.drafts`; all in order."""
+    """Result of a step, each field in the order of the parts: float32 logits [R, V] of the parts
+    with `SequencePart.logits`, on the CPU and without vocabulary padding; the scores of each part
+    with targets; and the drafted tokens of each part with `SequencePart.drafts`."""
 
     logits_RV: Tensor
     scores: tuple[TargetScores, ...]
@@ -290,14 +299,14 @@ class Runner(Protocol):
 
     Attributes:
         page_size: positions of each of the ``pages``, which are numbered from 0.
-        max_positions: the longest sequence, prompt and text together (of a decoder).
-        max_prompt: the longest prompt that an encoder accepts; None without an encoder.
-        start_token: the first token of a decoder; None without an encoder.
-        long_after: tokens of a sequence after which all of its positions are computed otherwise
-            (LongRoPE), again from the first one. None for most models.
-        slots: sequences whose states have a place; None for a model without states.
-        piece: positions at whose multiples a prompt may be cut into parts.
-        drafts: the most tokens that it drafts for a part; 0 if it does not.
+        max_positions: maximum length of a sequence, prompt and text together (in the decoder).
+        max_prompt: maximum length of a prompt that the encoder accepts. None without an encoder.
+        start_token: first token of the decoder. None without an encoder.
+        long_after: sequence length above which all positions, from the first, are computed
+            differently (LongRoPE). None for most models.
+        slots: number of sequences whose recurrent states can be stored. None without states.
+        piece: prompts may only be split at positions that are multiples of this.
+        drafts: maximum number of tokens that the runner drafts for a part. May be 0.
     """
 
     page_size: int
@@ -313,18 +322,18 @@ class Runner(Protocol):
     drafts: int
 
     def run(self, step: StepInput) -> StepOutput:
-        """Runs a step on all ranks. Called by the main rank only."""
+        """Compute a step on all ranks. Only the main rank may call it; the other ranks follow."""
         ...
 
     def close(self) -> None:
-        """Lets the other ranks end."""
+        """Release the other ranks, which wait for steps."""
         ...
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str, runner: Runner) -> tuple[int, ...]:
-    """Ids of a prompt: an empty one starts a new document, and an encoder's ends with the end of a
-    text, as in its training. Raises ValueError if the tokenizer cannot split the text, or has no
-    such token."""
+    """Return the token ids of a prompt. An empty prompt starts a new document. An encoder's prompt
+    ends with the end-of-text token, as in training. Raises ValueError if the tokenizer cannot
+    encode the text or lacks the special token."""
     if runner.max_prompt is None:
         return tuple(tokenizer.tokenize(text)) or (tokenizer.eod,)
     return (*tokenizer.tokenize_sentences([text])[0].tolist(), tokenizer.eos)

@@ -1,4 +1,4 @@
-"""Texts of a model on every rank of a layout, also of a model in training."""
+"""Generate text on every rank of a layout, including during training."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
 
 OnCompletion = Callable[[int, Completion], object]
-"""Called on the main rank with the number of a request and its result, as it comes."""
+"""Callback on each replica's main rank, called with a request's number and its result as soon as it
+is complete."""
 Share = dict[int, Completion] | ValueError | None
-"""Results of a rank by number of the request; all but one rank of a replica have None."""
+"""A rank's results by request number, or its error. None except on the main rank of a replica."""
 
 
 class TextWriter:
-    """Generates with a model in any layout. Every rank calls it with the same requests, and each
-    replica of the model generates a share of them; with ``together`` all replicas generate all of
-    them in the same steps, since they gather weights from each other (ZeRO 3)."""
+    """Text generator for a model in any layout. Every rank calls it with the same requests, and
+    each model replica generates a share of them. With ``together`` all replicas generate all
+    requests in the same steps, as ZeRO stage 3 requires: it gathers weights from all replicas."""
 
     def __init__(
         self, mesh: Mesh, tokenizer: Tokenizer, runner: PagedRunner, together: bool = False
@@ -39,7 +40,8 @@ class TextWriter:
     def completions(
         self, requests: Sequence[GenerationRequest], on_completion: OnCompletion = lambda n, c: None
     ) -> list[Completion]:
-        """Results of the requests, on every rank. Raises ValueError if one can never run."""
+        """Return the results of all requests, in order, on every rank. Collective: every rank must
+        call it. Raises ValueError if a request can never run."""
         share: Share = None
         if self.runner.main:
             try:
@@ -64,7 +66,7 @@ class TextWriter:
     def _share(
         self, requests: Sequence[GenerationRequest], on_completion: OnCompletion
     ) -> dict[int, Completion]:
-        """The completions of this replica."""
+        """Return the results of this replica's requests by number."""
         data = self.mesh.samples
         replicas, replica = (1, 0) if self.together else (data.size, data.rank)
         numbers = range(replica, len(requests), replicas)
@@ -86,12 +88,13 @@ def training_runner(
     positions: int,
     steps: dist.ProcessGroup | None = None,
 ) -> Iterator[PagedRunner]:
-    """A rank's part of the runner of a model in training, with its current weights and without a
-    copy of them, in every layout, for the block, after which training continues. All ranks must
-    call it, and compute nothing else of the model in the block.
+    """Yield this rank's runner for a model in training, in any layout. It uses the current weights
+    without copying them, and training can continue after the block. Collective: every rank must
+    enter it. Within the block, the model must not be used for anything else.
 
     Args:
-        sequences: texts whose keys and values fit at a time, of at most ``positions`` tokens each.
+        sequences: number of sequences whose keys and values fit at a time, each of at most
+            ``positions`` tokens.
         steps: :func:`megatron.apps.generation.execution.runner.step_group` of the run.
     """
     config = engine.config
@@ -102,7 +105,7 @@ def training_runner(
     engine.prepare_evaluation()
     engine.kernels.refresh()
     stages = StagedLayers.of(engine)
-    # Blocks are compiled for the one shape of training; steps of generation have many.
+    # Training compiles blocks for a single shape. The steps of generation have many shapes.
     with engine.backend.tensor_parallel.unsplit(), torch.compiler.set_stance("force_eager"):
         slots = min(sequences, TEXTS)
         yield PagedRunner(

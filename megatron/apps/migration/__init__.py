@@ -1,1 +1,2 @@
-"""Configurations of other trainers as commands of this one (``tools/migrate.py``)."""
+"""Translation of other trainers' configurations into commands for this one
+(``tools/migrate.py``)."""

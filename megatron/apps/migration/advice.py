@@ -1,4 +1,4 @@
-"""Advice about a flag that a program does not have: its replacement, or the program that has it."""
+"""Advice about a flag that a program does not have: a replacement, or the program that has it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from megatron.formats.refused_flags import OWN_FLAGS, refused_flag
 
 OTHER_TRAINERS = Path(__file__).with_name("other_trainers.txt")
-"""Names in transformers, axolotl, LLaMA-Factory, torchtitan, torchtune, NeMo, nanotron and others,
-and the flags that mean the same here."""
+"""File that maps option names of transformers, axolotl, LLaMA-Factory, torchtitan, torchtune, NeMo,
+nanotron and other trainers to the equivalent flags here."""
 
 TRAINING = "pretrain_gpt.py"
 
@@ -19,8 +19,9 @@ TRAINING = "pretrain_gpt.py"
 def instead_of(
     flag: str, prog: str, known: Container[str], of_training: Callable[[], Container[str]]
 ) -> str | None:
-    """Return advice about a flag that ``prog`` (with flags ``known``) does not have, or about a
-    word without dashes; or None. ``of_training`` returns the flags of pretrain_gpt.py."""
+    """Return advice about a flag, or a word without dashes, that ``prog`` does not have. Return
+    None if no advice is known. ``known`` are the flags of ``prog``, and ``of_training`` returns
+    those of pretrain_gpt.py."""
     if not flag.startswith("-"):
         return another_trainers(flag, known)
     instead = refused_flag(flag)
@@ -33,8 +34,8 @@ def instead_of(
 
 
 def another_trainers(name: str, known: Container[str]) -> str | None:
-    """The flag that means what another trainer calls ``name``, as words; None for any other name.
-    Only ``known`` flags are named."""
+    """Return a description of the flag that corresponds to another trainer's option ``name``, or
+    None if the option is unknown. Only ``known`` flags are suggested."""
     name = name.lstrip("-+").replace("-", "_").lower()
     last = name.rpartition(".")[2]
     own = f"--{last.replace('_', '-')}"
@@ -58,7 +59,7 @@ def _other_trainers() -> dict[str, list[str]]:
 
 
 def another_program(flag: str, prog: str, of_training: Callable[[], Container[str]]) -> str | None:
-    """Name the program that has the flag, if it is not ``prog``."""
+    """Return a phrase that names the program with this flag. Return None if no program has it."""
     for program, flags in OWN_FLAGS.items():
         if flag in flags.split() and not program.endswith(prog):
             name, _, command = prog.partition(" ")

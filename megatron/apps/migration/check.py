@@ -1,5 +1,5 @@
-"""Proof of a translated command: its flags are parsed and its configuration is resolved by the code
-that a run uses, without its data, tokenizer and checkpoints."""
+"""Check of a translated command: its flags are parsed and its configuration is resolved by the code
+of a real run, but without data, tokenizer and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FILES = frozenset(
     retro_project_dir model data output eval_data held_out chat_template train_data valid_data
     test_data per_split_data_args_path kill_switch_file epochs""".split()
 )
-"""Flags that name files, which need not exist on this machine, and flags of ``finetune.py``."""
+"""Flags whose files need not exist on this machine, and flags of ``finetune.py``."""
 _STAND_IN = {
     **{"num_layers": 64, "hidden_size": 8192, "num_attention_heads": 64, "num_query_groups": 8},
     **{"ffn_hidden_size": 28672, "seq_length": 2048},
 }
-"""Placeholder sizes until the checkpoint's are known."""
+"""Placeholders for a model's sizes, because the checkpoint is not read."""
 
 
 class _Parser(FlagParser):
@@ -37,7 +37,8 @@ class _Parser(FlagParser):
 
 @dataclass(frozen=True)
 class Checked:
-    """A command that resolves: its configuration, number of processes, and lines for the user."""
+    """Result of checking a command: its resolved configuration, the number of processes, notes for
+    the user, and required flags that are missing."""
 
     config: RunConfig
     processes: int
@@ -49,8 +50,8 @@ REQUIRED = "num_layers hidden_size num_attention_heads seq_length micro_batch_si
 
 
 def resolved(t: Translation) -> Checked:
-    """Resolves the command of a translation. Raises ConfigError with the message of a run, if that
-    would be refused."""
+    """Resolve the translated command. Raises ConfigError, with the message that a run would show,
+    if a run would refuse the command."""
     words = [word for each in t.words.values() for word in each]
     classes = (TuningConfig, *FLAG_CLASSES) if t.program == "finetune.py" else FLAG_CLASSES
     settings = _Parser(*classes, prog=t.program).settings(words)
@@ -88,7 +89,8 @@ def resolved(t: Translation) -> Checked:
 
 
 def _in_place_of_files(t: Translation, settings: Settings) -> dict[str, Any]:
-    """Values that checkpoints, data and ``finetune.py`` give."""
+    """Return placeholders for values that a run would read from checkpoints and data, or that
+    ``finetune.py`` would set."""
     values: dict[str, Any] = {"family": _FAMILIES.get(t.program, "gpt")}
     if {"model", "use_checkpoint_args"} & settings.keys() or t.program == "finetune_llama.py":
         values |= _STAND_IN
@@ -109,7 +111,7 @@ def _in_place_of_files(t: Translation, settings: Settings) -> dict[str, Any]:
 
 
 def fewest_processes(settings: Settings) -> int:
-    """The smallest number of processes that a layout can have."""
+    """Return the minimum number of processes for the layout."""
 
     def value(name: str) -> int:
         return int(settings[name].value or 1) if name in settings else 1

@@ -1,5 +1,5 @@
-"""``tools/migrate.py``: recognises a file, translates it, checks the command, and prints what has
-become of every key."""
+"""Implementation of ``tools/migrate.py``: recognises a file, translates it, checks the command, and
+reports the outcome of every key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.config import ConfigError
 
 JSON_NAME = "ds_migrated.json"
 LIMIT = 4 << 20
-"""Bytes of the largest file that is read; configurations are a few KiB."""
+"""Maximum size in bytes of a configuration file. Typical ones have a few KiB."""
 
 TRAINERS = {
     "megatron": "Megatron",
@@ -34,12 +34,12 @@ TRAINERS = {
     "llama_factory": "LLaMA-Factory",
     "axolotl": "axolotl",
 }
-"""Other trainers by the name of their table."""
+"""The other trainers' titles, by the name of their rule table."""
 
 
 @dataclass(frozen=True)
 class Migrated:
-    """A translation with lines of the file that were not understood."""
+    """A translation, with notes on lines of the file that were not understood."""
 
     translation: Translation
     notes: tuple[str, ...]
@@ -51,10 +51,9 @@ def migrate(
     variables: Mapping[str, str] | None = None,
     processes: int | None = None,
 ) -> Migrated:
-    """Translates a configuration. GPT-NeoX merges several files, which other trainers do not.
-
-    Raises ConfigError if a file cannot be read, is of an unknown trainer, or contradicts itself;
-    the message names the file.
+    """Translate a configuration. Several files are only accepted from GPT-NeoX, which merges them.
+    Raises ConfigError if a file cannot be read, is from an unknown trainer, or contradicts itself.
+    The message names the file.
     """
     migrated = _read(files, name, variables)
     migrated.translation.processes = processes or migrated.translation.processes
@@ -65,7 +64,7 @@ def migrate(
 
 
 def apply(t: Translation) -> None:
-    """Translates the keys of a file by the table of its trainer."""
+    """Translate the keys of a file with its trainer's rule table."""
     name = next(name for name, title in TRAINERS.items() if title == t.trainer)
     if name == "megatron":
         megatron_scripts.apply(t)
@@ -115,7 +114,7 @@ def _of_script(script: Script, path: Path, name: str | None) -> Migrated:
             f"{path}: {positions} is not a flag: a file of arguments is not read; write its "
             "values as flags"
         )
-    # HfArgumentParser takes dashes as underscores, and values as text.
+    # HfArgumentParser treats dashes as underscores. All values are text.
     spelled = {"True": True, "true": True, "False": False, "false": False, "None": None}
     source = {
         name.lstrip("-").replace("-", "_"): spelled.get(value, value)
@@ -145,7 +144,7 @@ def _text(file: str) -> str:
 
 
 def _content(path: Path, text: str) -> dict[str, Any] | None:
-    """The keys of a file; None for a script."""
+    """Return a file's keys and values, or None if it is a script."""
     try:
         if path.suffix == ".toml":
             return _toml(text)
@@ -192,7 +191,7 @@ def _recognised(content: Mapping[str, Any], path: Path) -> str:
 
 
 def _words(arguments: Mapping[str, Any]) -> list[str]:
-    """The words of Megatron-LM's YAML of flags."""
+    """Return command-line arguments for the flags in a YAML file of Megatron-LM."""
     words: list[str] = []
     for flag, value in arguments.items():
         if value is False or value is None:
@@ -203,7 +202,7 @@ def _words(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def command_of(t: Translation) -> list[str]:
-    """The words of the command, launcher included."""
+    """Return the command's arguments, including the launcher."""
     launcher = list(t.launcher)
     if not launcher or launcher[0].startswith("-"):
         launcher = ["deepspeed", *launcher]
@@ -218,7 +217,7 @@ def command_of(t: Translation) -> list[str]:
 
 
 def shown(t: Translation) -> str:
-    """Return the command as typed, one flag per line."""
+    """Return the command as it would be typed in a shell, with one flag per line."""
     words = command_of(t)
     start = words.index(t.program) + 1
     lines, line = [], " ".join(map(shlex.quote, words[:start]))
@@ -232,7 +231,7 @@ def shown(t: Translation) -> str:
 
 
 def report(migrated: Migrated) -> Iterator[str]:
-    """Lines about the keys: what is lost first, then what is unknown, harmless and translated."""
+    """Yield lines about the keys: first lost ones, then unknown, harmless and translated ones."""
     t = migrated.translation
     for state, title in (
         ("lost", "No counterpart; the run differs in this"),
@@ -256,8 +255,9 @@ def run(
     variables: Mapping[str, str],
     output: str | None,
 ) -> bool:
-    """Prints or writes the migrated run. Returns True if nothing is lost or unknown. Raises
-    ConfigError or OSError if the file is wrong, or a run would refuse the command."""
+    """Print the translated command, and write it into the folder ``output`` if given. Return
+    whether the command is complete and no key was lost or unknown. Raises ConfigError or OSError if
+    the file is invalid or a run would refuse the command."""
     migrated = migrate(files, name, variables, processes)
     t = migrated.translation
     print(f"# {t.trainer}: {', '.join(files)}")
@@ -292,7 +292,7 @@ _KINDS = {
 
 
 def markdown(name: str) -> str:
-    """The rules of a trainer as a table of a page."""
+    """Return a trainer's rules as a Markdown table for the documentation."""
     lines = ["| there | here |", "|---|---|"]
     for row in table(name).rows:
         keys = ", ".join(f"`{key}`" for key in row.keys)

@@ -1,5 +1,5 @@
-"""Rules that more than a line of a table takes, by the name that tables call with an @: lists of
-data sets, files of other programs, words of launchers."""
+"""Conversions that need more than one line of a rule table. Tables call these functions by name
+with an @. They convert lists of datasets, files of other programs, and launcher arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.config import ConfigError
 from megatron.util.json_text import parse_json
 
 JSON_KEYS = ("deepspeed", "deepspeed_config", "ds_config")
-"""Keys that name a DeepSpeed JSON."""
+"""Keys whose value is the path of a DeepSpeed JSON."""
 
 
 def flattened(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of nested objects by dotted key, and of lists of objects and of ``betas`` by number;
-    empty ones as they are."""
+    """Flatten nested objects into dotted keys. Lists of objects, and ``betas``, get their indices
+    as keys. Empty objects are kept."""
     flat: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"
@@ -36,8 +36,8 @@ def flattened(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def with_json(source: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A configuration with the keys of the DeepSpeed JSON that it names, if the file is here.
-    ConfigError if it is not a JSON object."""
+    """Return a configuration with the keys of its DeepSpeed JSON added, if that file exists here.
+    Raises ConfigError if the file is not a JSON object."""
     for path in (source.get(key) for key in JSON_KEYS):
         if not isinstance(path, str):
             continue
@@ -49,8 +49,8 @@ def with_json(source: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def json_object(text: bytes, name: str) -> dict[str, Any]:
-    """The content of a JSON file. Raises ValueError if it is not JSON, ConfigError if it is no
-    object."""
+    """Parse a JSON file's content. Raises ValueError if it is not JSON, or ConfigError if it is not
+    an object."""
     content = parse_json(text, name)
     if not isinstance(content, dict):
         raise ConfigError(f"{name}: expected a JSON object")
@@ -58,7 +58,8 @@ def json_object(text: bytes, name: str) -> dict[str, Any]:
 
 
 def deepspeed_json(t: Translation) -> None:
-    """The JSON, if it is here; its "auto" values are the flags' in both programs."""
+    """Translate the DeepSpeed JSON if it exists here. "auto" values follow the flags in both
+    programs."""
     key = next(iter(t.given(JSON_KEYS)), None)
     if key is None or not t.source[key]:
         return
@@ -75,7 +76,7 @@ def deepspeed_json(t: Translation) -> None:
 
 
 def neox_launcher(t: Translation) -> None:
-    """Words of the ``deepspeed`` launcher."""
+    """Translate the keys that correspond to arguments of the ``deepspeed`` launcher."""
     names = "hostfile include exclude num_nodes num_gpus master_port master_addr launcher"
     for key in t.given(names):
         value, word = t.source[key], f"--{key}"
@@ -85,7 +86,7 @@ def neox_launcher(t: Translation) -> None:
 
 
 def nanotron_rope_scaling(t: Translation) -> None:
-    """Hugging Face's ``rope_scaling``, whose kind is also called ``type``."""
+    """Translate Hugging Face's ``rope_scaling``, which may name its ``rope_type`` ``type``."""
     name = "model.model_config.rope_scaling"
     scaling = section(t, name)
     if scaling:
@@ -94,7 +95,7 @@ def nanotron_rope_scaling(t: Translation) -> None:
 
 
 def nanotron_texts(t: Translation) -> None:
-    """The data of the first stage; nanotron's later stages are further runs here."""
+    """Translate the data of the first stage. Later stages must be run separately here."""
     prefix = "data_stages.0.data.dataset." if t.given("data_stages.0.*") else "data.dataset."
     name = f"{prefix}hf_dataset_or_datasets"
     sets = section(t, name) or t.get(name)
@@ -107,14 +108,14 @@ def nanotron_texts(t: Translation) -> None:
 
 
 def model_is_named(t: Translation) -> None:
-    """Fine-tuning needs a model."""
+    """Raise ConfigError if the configuration names no model, which fine-tuning requires."""
     key = "base_model" if t.trainer == "axolotl" else "model_name_or_path"
     if not t.get(key):
         raise ConfigError(f"{key} is missing: {t.trainer} needs it")
 
 
 def llama_factory_datasets(t: Translation) -> None:
-    """Files of examples, which ``dataset_info.json`` names."""
+    """Translate the training datasets, whose files are listed in ``dataset_info.json``."""
     names, folder = names_of(t.get("dataset")), str(t.get("dataset_dir", "data"))
     if not names:
         raise ConfigError("dataset is missing: LLaMA-Factory needs it")
@@ -135,7 +136,7 @@ def llama_factory_datasets(t: Translation) -> None:
 
 
 def llama_factory_eval_data(t: Translation) -> None:
-    """Files of examples that are not trained on."""
+    """Translate the evaluation datasets, which are not used for training."""
     names, folder = names_of(t.get("eval_dataset")), str(t.get("dataset_dir", "data"))
     if names:
         flag = "--eval-data" if t.program == "finetune.py" else "--valid-data-path"
@@ -153,7 +154,7 @@ def _llama_factory_file(folder: str, name: str) -> str:
 
 
 def axolotl_pretraining(t: Translation) -> None:
-    """Text instead of examples: another program."""
+    """Translate pretraining on plain text, for which the program is ``pretrain_gpt.py``."""
     keys = [key for key in t.given("pretraining_dataset*") if t.source[key]]
     if not keys:
         return
@@ -173,7 +174,7 @@ def axolotl_pretraining(t: Translation) -> None:
 
 
 def axolotl_datasets(t: Translation) -> None:
-    """axolotl's lists of data sets, and how their prompts look."""
+    """Translate axolotl's lists of datasets and their prompt formats."""
     for name, flag in (("datasets", "--data"), ("test_datasets", "--eval-data")):
         numbers = {key.split(".")[1] for key in t.given(f"{name}.*")}
         prefixes = [f"{name}.{index}." for index in sorted(filter(str.isdigit, numbers), key=int)]
@@ -224,4 +225,4 @@ FUNCTIONS = {
     for name, rule in list(globals().items())
     if getattr(rule, "__module__", "") == __name__ and name[0] != "_"
 }
-"""Functions of this file, by the names that tables call with an @."""
+"""This file's functions, by the names that tables use after an @."""

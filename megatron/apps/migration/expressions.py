@@ -1,6 +1,5 @@
-"""Expressions of Python in tables of rules: their names are the keys of a file, and functions.
-
-Tables are a part of this package. Values of the file are never code.
+"""Python expressions in rule tables, whose names are the keys of a configuration file and a few
+functions. Tables are part of this package. A user's values are never evaluated as code.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from megatron.util.json_text import parse_json
 
 
 def words_of(value: Any) -> set[str]:
-    """Words of letters in a value."""
+    """Return the set of words (letters and underscores) in a value."""
     return set(re.findall(r"[A-Za-z_]+", str(value or "")))
 
 
 def names_of(value: Any) -> list[str]:
-    """Names of a list, or of a text with commas."""
+    """Return the names in a list or in comma-separated text."""
     if value is None:
         return []
     return [str(v).strip() for v in (value if isinstance(value, list) else str(value).split(","))]
 
 
 def blend(paths: list[Any], weights: list[Any]) -> list[Any]:
-    """Paths with their weights, by default 1, as Megatron writes a blend; one path alone."""
+    """Return the arguments of a Megatron blend: each weight (1 by default) followed by its path. A
+    single path has no weight."""
     weights = weights or [1] * len(paths)
     return (
         paths
@@ -42,18 +42,18 @@ def blend(paths: list[Any], weights: list[Any]) -> list[Any]:
 
 
 def pairs(text: Any) -> dict[str, str]:
-    """Names with values of ``a=b c=d``, or with commas."""
+    """Parse ``a=b c=d``, separated by spaces or commas, into a dictionary."""
     words = re.split(r"[ ,]+", text or "")
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def integers(value: Any) -> list[int]:
-    """Integers in a value, such as ``(128, 0)``."""
+    """Return the integers in a value such as ``(128, 0)``."""
     return [int(digits) for digits in re.findall(r"-?\d+", str(value))]
 
 
 def section(t: Translation, name: str) -> dict[str, Any]:
-    """The values of a section, which a command line has as JSON."""
+    """Return the values in a section of the file. It may also be JSON text on a command line."""
     text = t.get(name)
     if isinstance(text, str) and text.startswith("{"):
         return dict(parse_json(text.encode(), name))
@@ -61,12 +61,12 @@ def section(t: Translation, name: str) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float:
-    """A number to ten digits: 0.1 of 3e-4 is 3e-5."""
+    """Round a number to ten significant digits, so that 0.1 times 3e-4 gives 3e-5."""
     return float(f"{value:.10g}")
 
 
 def download(name: Any, kind: str = "") -> str:
-    """A note on a name of the Hugging Face hub; empty for a path."""
+    """Return a note on how to download from the Hugging Face Hub, or "" for a local path."""
     text = str(name)
     if text.count("/") != 1 or text.startswith((".", "/")) or Path(text).exists():
         return ""
@@ -84,7 +84,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 class _Dotted(ast.NodeTransformer):
-    """Turns ``a.b`` into one name, unless it is called."""
+    """Transformer that turns attribute access ``a.b`` into a single name, except in calls."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if isinstance(node.func, ast.Attribute):
@@ -99,13 +99,13 @@ class _Dotted(ast.NodeTransformer):
 
 @cache
 def compiled(text: str) -> CodeType:
-    """The code of an expression, in which dotted keys are names."""
+    """Compile an expression in which dotted keys are names."""
     tree = _Dotted().visit(ast.parse(text.strip(), mode="eval"))
     return compile(ast.fix_missing_locations(tree), text, "eval")
 
 
 class Values(dict[str, Any]):
-    """Names of an expression: ``let`` of the table, then the keys of the file."""
+    """Namespace of an expression: variables set by ``let``, then the keys of the file."""
 
     def __init__(self, t: Translation, defaults: Mapping[str, Any], prefix: str) -> None:
         super().__init__(has=t.has, flag=t.value_of, given=t.given, trainer=t.trainer)
@@ -121,8 +121,8 @@ class Values(dict[str, Any]):
         return self.defaults.get(name) if value is None else value
 
     def of(self, text: str) -> Any:
-        """The value of an expression of a table; a user's file gives values of names alone. Raises
-        ConfigError with the keys in it if their values are of another kind."""
+        """Evaluate an expression from a table. A user's file only provides the values of names.
+        Raises ConfigError, with the keys involved, if a value has an unexpected type."""
         try:
             return eval(compiled(text), {"__builtins__": {}, **_FUNCTIONS}, self)
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:

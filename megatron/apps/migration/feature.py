@@ -1,4 +1,4 @@
-"""Advice for users who come from other trainers."""
+"""Feature that advises users of other trainers about unknown flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts of Megatron-LM and Megatron-DeepSpeed: most flags are this trainer's own."""
+"""Translation of Megatron-LM and Megatron-DeepSpeed scripts, most of whose flags exist here."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ PROGRAMS = {
     "pretrain_hybrid.py": "pretrain_gpt.py",
     "finetune_llama.py": "finetune_llama.py",
 }
-"""Training programs of Megatron, and the program here."""
+"""Megatron's training programs, and the corresponding programs here."""
 
 JSON_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepscale_config")
 _NUMBER = re.compile(r"-\d[\d.e-]*$")
 
 
 def flags_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return flags with their values; a switch is True, several values a list. The last of repeated
-    flags counts. Words without a flag are under the empty name."""
+    """Parse flags with their values. A switch has the value True, and a flag with several values
+    a list. If a flag is repeated, the last one counts. Words before the first flag have the key
+    ""."""
     flags: dict[str, Any] = {}
     name, values = "", list[str]()
     for word in [*words, "--"]:
@@ -51,7 +52,7 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def processes_of(launcher: Sequence[str]) -> int | None:
-    """Return the number of processes that a launcher's arguments set, if any."""
+    """Return the number of processes that a launcher's arguments set, or None."""
     flags = {
         name.lstrip("-").replace("-", "_"): value for name, value in flags_of(launcher[1:]).items()
     }
@@ -64,8 +65,8 @@ def processes_of(launcher: Sequence[str]) -> int | None:
 
 
 def json_of(path: str, script: Script, folder: Path) -> dict[str, Any] | None:
-    """A DeepSpeed JSON that a script writes itself, or that is on this machine; None otherwise.
-    Raises ConfigError if it is not a JSON object."""
+    """Return the DeepSpeed JSON that a script writes or that exists on this machine, or None if
+    neither is the case. Raises ConfigError if it is not a JSON object."""
     text = script.files.get(path)
     if text is None:
         file = next((place for place in (Path(path), folder / path) if place.is_file()), None)
@@ -81,7 +82,8 @@ def json_of(path: str, script: Script, folder: Path) -> dict[str, Any] | None:
 
 
 def read(script: Script, name: str, folder: Path) -> Translation:
-    """A script's command, not translated yet."""
+    """Return a translation that contains the flags of a script's command, none of them translated
+    yet. Raises ConfigError if the script starts an unknown program."""
     program = Path(script.program).name
     if program not in PROGRAMS:
         known = ", ".join(PROGRAMS)
@@ -102,7 +104,7 @@ def read(script: Script, name: str, folder: Path) -> Translation:
 
 
 def apply(t: Translation) -> None:
-    """Translates flags, and the DeepSpeed JSON that they name."""
+    """Translate the flags, and the DeepSpeed JSON to which they refer."""
     named = next((key for key in t.source if f"--{key}" in JSON_FLAGS), "")
     prefix = f"{t.source.get(named)}:"
     if any(name.startswith(prefix) for name in t.source):
@@ -116,7 +118,7 @@ def apply(t: Translation) -> None:
 
 
 def _notes() -> dict[str, str]:
-    """Return why each flag that is accepted and not used changes nothing."""
+    """Return the reason why each accepted but unused flag has no effect, by flag."""
     notes: dict[str, str] = {}
     for field in dataclasses.fields(LegacyFlags):
         names, off = flag_names(field)
@@ -140,7 +142,7 @@ def _own(t: Translation, key: str, value: Any, notes: dict[str, str]) -> None:
 
 
 def _put_own(t: Translation, key: str, value: Any) -> None:
-    """A flag that both programs have, in the spelling that the script uses."""
+    """Add a flag that both programs have, with the script's spelling."""
     kind, flag = flag_kinds()[f"--{key}"], f"--{key}"
     if kind.type is bool or value is True:
         words: tuple[str, ...] = (flag,)

@@ -1,4 +1,5 @@
-"""Flags of a translated command that do not fit together, and units that depend on each other."""
+"""Reconciliation of a translated command: removes flags that a run refuses together, and converts
+units that depend on other flags."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ _LEFT_OUT = (
     ("--exp-avg-sq-dtype", "--zero-stage 3", _EIGHT_BITS),
     ("--use-precision-aware-optimizer", "--zero-stage 3", _EIGHT_BITS),
 )
-"""A flag, another with which it is refused, and why; the first is left out."""
+"""Flags to leave out, each with the flag with which it cannot be combined, and the reason."""
 
 
 def reconcile(t: Translation) -> None:
-    """Change a command so that a run accepts it, with notes in the keys' lines."""
+    """Change a command so that a run accepts it. Record each change in its key's outcome."""
     for flag, other, why in _LEFT_OUT:
         name, *values = other.split()
         if t.words.get(flag) and t.words.get(name) == (name, *values):
@@ -45,7 +46,7 @@ def reconcile(t: Translation) -> None:
 
 
 def _in_samples(t: Translation, flag: str) -> None:
-    """A number of steps as samples: a run in epochs has a length in samples."""
+    """Convert a flag from steps to samples, the unit of runs with --epochs."""
     words = t.words.pop(flag, None)
     if not words:
         return

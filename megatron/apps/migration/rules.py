@@ -1,31 +1,32 @@
-r"""Tables of rules in ``tables/*.txt``: a line for the keys of another trainer that mean the same.
+r"""Rule tables in ``tables/*.txt``. Each line maps keys of another trainer to their meaning here.
 
-    KEY ...: --flag                     the value is the flag's
-    KEY ...: --flag FROM=TO FROM=TO     values have other names; one that is not listed is lost
+    KEY ...: --flag                     the flag gets the key's value
+    KEY ...: --flag FROM=TO FROM=TO     values are renamed; a value that is not listed is lost
     KEY ...: --flag [default VALUE]     the value that the trainer has without the key
-    KEY ...: --flag [off]               0, false and the like switch it off
-    KEY ...: = reason                   it changes nothing here
-    KEY ...: ! reason                   there is no counterpart; where it is off that is harmless
-    KEY ...: json PATH                  a key of the DeepSpeed JSON; of KEY.* the rest is added
+    KEY ...: --flag [off]               0, false and similar values mean off, and set no flag
+    KEY ...: = reason                   the key has no effect here
+    KEY ...: ! reason                   there is no counterpart; harmless if it is off
+    KEY ...: json PATH                  a key of the DeepSpeed JSON; the rest of KEY.* is appended
     KEY ...: keep                       the same key of the DeepSpeed JSON
-    KEY ...: @name words                the lines that follow, or a function; words for readers
+    KEY ...: @name words                the indented lines below, or a function; words are a comment
 
-A key may be a pattern (*). The first line that fits counts. Lines that depend on other keys are
-indented; all of them are applied, in their order, whether the file has the keys or not:
+A key may be a pattern (*). The first matching line is used. Lines that depend on other keys are
+indented. All of them are applied in order, whether or not the file has the keys:
 
-        KEY ... if CONDITION: --flag    the first key that has a value gives it, or its default
+        KEY ... if CONDITION: --flag    the value of the first key that has one, or a default
         KEY ... if CONDITION: --flag VALUE --flag VALUE      a constant, or an {EXPRESSION}
         KEY ... if CONDITION: --flag    # a note for the user
-        KEY ...: = reason               of keys for which no line above did anything; so has "!"
+        KEY ...: = reason               unless a line above used the key; also "!" without "if"
         let NAME = EXPRESSION
         @function
         KEY ...: processes EXPRESSION   number of processes; also without keys
         program NAME
 
-Conditions and expressions are Python's, with the keys of the file, dotted ones too, as names; None
-where it has no such key and ``default KEY=VALUE`` says none. ``value`` is the value of the line's
-keys, ``tuning`` is true for ``finetune.py``. Reasons may have {EXPRESSIONS}. ``include TABLE``
-inserts another table, ``blocks TABLE`` only the lines behind its @names.
+Conditions and expressions are Python, in which the keys of the file, including dotted ones, are
+names. A key that is not in the file is None, unless ``default KEY=VALUE`` sets a default. ``value``
+is the value of the line's keys, and ``tuning`` is true for ``finetune.py``. Reasons may contain
+{EXPRESSIONS}. ``include TABLE`` inserts another table, and ``blocks TABLE`` only its indented
+lines.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ Function = Callable[[Translation], None]
 
 @dataclass(frozen=True)
 class TableRow:
-    """A line of a table: keys, condition, kind of action, its words, and the default of the other
-    trainer."""
+    """Line of a table: its keys, its condition, the type of action, the action's text, and the
+    other trainer's default."""
 
     keys: tuple[str, ...]
     action: str
@@ -69,7 +70,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class RuleTable:
-    """Rows of a table, the lines behind its @names, and defaults of keys in expressions."""
+    """Rule table: rows, indented lines by their @name, and defaults of keys for expressions."""
 
     rows: tuple[TableRow, ...]
     blocks: Mapping[str, tuple[TableRow, ...]]
@@ -78,7 +79,7 @@ class RuleTable:
 
 @cache
 def table(name: str) -> RuleTable:
-    """Reads a table."""
+    """Read a table's rules, including those of tables that it includes."""
     rows = list[TableRow]()
     own, blocks = dict[str, list[TableRow]](), dict[str, tuple[TableRow, ...]]()
     defaults = dict[str, Any]()
@@ -186,7 +187,7 @@ class _Engine:
             )
 
     def _single(self, row: TableRow, keys: list[str]) -> None:
-        """Applies a row to one key."""
+        """Apply a row to a single key."""
         (key,) = keys
         value, t = self.t.source[key], self.t
         section = f"{self.prefix}{self._name(key).split('.')[0]}.enabled"
@@ -247,8 +248,8 @@ class _Engine:
             self.t.put_json(key, whole, constant or self.t.source[key])
 
     def _flag(self, words: str, keys: list[str], note: str) -> None:
-        """Gives a flag the value of its line, by the names in ``words``; a value without a name is
-        lost."""
+        """Set a flag to the value of its line. ``words`` may replace the value, or map it to
+        another name. A value that the map does not contain is lost."""
         t, value = self.t, self.values["value"]
         flag, _, names = words.partition(" ")
         names = names.strip()
@@ -283,24 +284,24 @@ def translate(
     prefix: str = "",
     flags_win: bool = False,
 ) -> None:
-    """Applies a table to the keys with a prefix, such as ``ds.json:``. With ``flags_win`` a flag
-    that is there already replaces another value of a key, as Megatron-DeepSpeed's flags replace
-    values of the JSON.
+    """Apply a table to the keys that begin with a prefix, such as ``ds.json:``. With ``flags_win``,
+    a flag that is already set takes precedence over a key, as in Megatron-DeepSpeed, where flags
+    override the JSON.
 
-    Raises ConfigError if two keys contradict each other, or a value is of another kind. A value
-    that no flag can have is lost, with the reason."""
+    Raises ConfigError if two keys contradict each other, or a value has an unexpected type. A value
+    that no flag can express is recorded as lost, with the reason."""
     _Engine(name, t, functions, prefix).run(flags_win)
 
 
 def flags_in(row: TableRow) -> list[str]:
-    """Flags that a row gives values to."""
+    """Return the flags that a row sets."""
     return (
         re.findall(r"(?:^| )(--[\w-]+)", row.words.split(" # ")[0]) if row.action == "flag" else []
     )
 
 
 def expressions_in(row: TableRow) -> list[str]:
-    """Expressions of a row."""
+    """Return the expressions in a row, to check them."""
     words, _, note = row.words.partition(" # ")
     texts = [row.condition]
     if row.action in ("let", "processes"):

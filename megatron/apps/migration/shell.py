@@ -1,5 +1,6 @@
-"""The training command of a shell script, read without running it: assignments, arrays, arithmetic,
-defaults of variables, simple conditions, here-documents. Everything else is named with its line."""
+"""Parser that extracts the training command from a shell script without running it. It understands
+assignments, arrays, arithmetic, default values of variables, simple conditions and here-documents.
+Other lines are reported with their numbers."""
 
 from __future__ import annotations
 
@@ -42,13 +43,13 @@ _SIGNS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass
 class Script:
-    """The command of a script, in parts.
+    """A script's command, split up.
 
     Attributes:
-        launcher: words before the program.
+        launcher: arguments before the program.
         program: path of the Python file.
-        words: words after it.
-        files: files that the script writes from here-documents, by name.
+        words: arguments after the program.
+        files: contents of the files that the script writes with here-documents, by name.
         notes: lines that were not understood, with their numbers.
     """
 
@@ -60,10 +61,11 @@ class Script:
 
 
 def read_script(text: str, name: str, variables: Mapping[str, str]) -> Script:
-    """The command of a script. ``variables`` are the variables of the environment that count, and
-    its positions by number. Raises ConfigError if it starts no Python program, or several."""
+    """Return the command of a script. ``variables`` contains the environment variables to use, and
+    the script's positional arguments by number. Raises ConfigError if the script starts no Python
+    program or several."""
     reader = _Reader(dict(variables), Script())
-    reader.run(list(_statements(text, reader)))
+    reader.run(list(_statements(text)))
     if not reader.commands:
         raise ConfigError(
             f"{name}: no line of it starts a Python program with flags (deepspeed, torchrun or "
@@ -83,8 +85,9 @@ def read_script(text: str, name: str, variables: Mapping[str, str]) -> Script:
     return reader.script
 
 
-def _statements(text: str, reader: _Reader) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers: continued ones joined, comments and here-documents taken out."""
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Yield statements with their line numbers. Continuation lines are joined, comments are
+    removed, and here-documents are extracted."""
     lines = text.splitlines()
     number = 0
     while number < len(lines):
@@ -112,7 +115,8 @@ def _statements(text: str, reader: _Reader) -> Iterator[tuple[int, str]]:
 
 
 def _is_open(statement: str) -> bool:
-    """True if a statement continues on the next line: a backslash, a quote or an array is open."""
+    """Return whether a statement continues on the next line, because of a backslash, an open quote
+    or an open array."""
     clean = _uncommented(statement)
     if clean.rstrip(" ").endswith("\\"):
         return not clean.rstrip(" ").endswith("\\\\")
@@ -130,7 +134,7 @@ def _is_open(statement: str) -> bool:
 
 
 def _uncommented(statement: str) -> str:
-    """A statement without its comments, which begin with # at the start of a word."""
+    """Remove comments, which begin with # at the start of a word."""
     lines, quote = [], ""
     for line in statement.split("\n"):
         kept = line
@@ -147,7 +151,7 @@ def _uncommented(statement: str) -> str:
 
 
 def _split(statement: str) -> Iterator[str]:
-    """Parts between semicolons outside of quotes and parentheses; && after a command too."""
+    """Split a statement at semicolons and &&, except within quotes and parentheses."""
     part, quote, depth = "", "", 0
     pieces = re.split(r"(;;|;|&&|\|\||['\"()]|\[\[|\]\])", statement)
     for piece in pieces:
@@ -177,7 +181,7 @@ class _Reader:
         self.commands: list[tuple[int, list[str], str, list[str]]] = []
 
     def run(self, statements: list[tuple[int, str]]) -> None:
-        """Reads statements in their order; blocks whose condition is not understood are skipped."""
+        """Read statements in order. Blocks whose condition is not understood are skipped."""
         index = 0
         while index < len(statements):
             line, text = statements[index]
@@ -204,7 +208,7 @@ class _Reader:
         return len(statements)
 
     def _branches(self, block: list[tuple[int, str]]) -> None:
-        """Runs the branch of an if that its condition chooses."""
+        """Read the branch of an if statement that its condition selects."""
         depth, taken, chosen = 0, False, list[tuple[int, str]]()
         active = False
         for line, text in block:
@@ -320,7 +324,7 @@ class _Reader:
             return
         flags = words[program + 1 :]
         if not any(word.startswith("-") for word in flags) and len(flags) != 1:
-            return  # a helper of the script
+            return  # a helper program, not the training
         for index, word in enumerate(flags):
             if re.match(r"(\d|&)?>|\|", word) or word in ("&", "2>&1"):
                 flags = flags[:index]
@@ -332,11 +336,11 @@ class _Reader:
 
     @staticmethod
     def _raw_words(text: str) -> list[str]:
-        """Words of a statement with their quotes and variables."""
+        """Split a statement into words, keeping their quotes and variables."""
         return _WORD.findall(text)
 
     def _words(self, text: str) -> list[str]:
-        """The words that a text expands to: arrays and unquoted variables may be several."""
+        """Return the words to which text expands. Arrays and unquoted variables may be several."""
         result: list[str] = []
         for raw in self._raw_words(text):
             array = re.fullmatch(rf"\"?\$\{{({_NAME}|[@*])\[?[@*]?\]?\}}\"?", raw)
@@ -394,7 +398,8 @@ def _shell_words(text: str) -> list[str]:
 
 
 def _arithmetic(text: str, values: Mapping[str, list[str]]) -> str:
-    """The value of $((...)): integers, + - * / % and parentheses."""
+    """Evaluate $((...)) with integers, + - * / % and parentheses. Return the text unchanged if this
+    is not possible."""
     named = re.sub(_NAME, lambda name: (values.get(name[0]) or ["0"])[0] or "0", text).replace(
         " ", ""
     )

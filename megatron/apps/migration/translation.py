@@ -1,5 +1,5 @@
 """Outcome of each key of another trainer's configuration: flags, keys of the DeepSpeed JSON, or a
-reason. A key that no rule accounts for is reported as unknown, so that none is lost silently.
+reason. A key that no rule covers is reported as unknown, so that none is lost silently.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megatron.engine import deepspeed_json
 State = Literal["translated", "harmless", "lost", "unknown"]
 
 DEFAULT = "default of"
-"""Mark of a line about a key that the file leaves out, where the two programs' defaults differ."""
+"""Prefix of a flag's origin if the file omits the key and the two programs' defaults differ."""
 
 OFF: tuple[Any, ...] = (None, False, 0, "", *"none None null no false False disabled".split())
-"""Values with which a feature is not used, next to empty lists and objects."""
+"""Values that turn an option off, in addition to empty lists and objects."""
 
 
 class Unfit(ValueError):
-    """A value that its flag cannot have; the message says why."""
+    """Raised for a value that a flag cannot have. The message explains why."""
 
 
 @dataclass(frozen=True)
 class KeyOutcome:
-    """State of a key after a translation.
+    """Outcome of translating a key.
 
     Attributes:
         state: see :data:`State`.
@@ -45,7 +45,7 @@ class KeyOutcome:
 
 @dataclass(frozen=True)
 class FlagKind:
-    """A flag of a program: the type of its value, and how a switch is turned on and off."""
+    """Description of a flag: the type of its value, and spellings that turn a switch on or off."""
 
     name: str
     type: type
@@ -59,7 +59,7 @@ class FlagKind:
 
 @cache
 def flag_kinds() -> Mapping[str, FlagKind]:
-    """Every flag of ``pretrain_gpt.py`` and ``finetune.py`` by each of its names."""
+    """Return all flags of ``pretrain_gpt.py`` and ``finetune.py``, under each of their names."""
     kinds: dict[str, FlagKind] = {}
     for cls in (TuningConfig, *FLAG_CLASSES):
         hints = type_hints(cls)
@@ -84,19 +84,20 @@ def flag_kinds() -> Mapping[str, FlagKind]:
 
 
 def shown(value: Any) -> str:
-    """A value as a word of a command line; numbers without a trailing ``.0``."""
+    """Format a value as a command-line argument. A trailing ``.0`` of a float is dropped."""
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value!r}"
     return str(value)
 
 
 def is_off(value: Any) -> bool:
-    """True for a value with which nothing is switched on."""
+    """Return whether a value turns an option off."""
     return value == [] or value == {} or any(value is off or value == off for off in OFF)
 
 
 def number(value: Any) -> float | int | None:
-    """The number that a value means, also a text as ``5e-6``, which YAML does not read as one."""
+    """Convert a value to a number. Return None if it is not one. Text such as ``5e-6``, which YAML
+    does not parse as a number, is accepted."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -110,17 +111,18 @@ def number(value: Any) -> float | int | None:
 
 @dataclass
 class Translation:
-    """A configuration on its way to a command.
+    """Configuration that is being translated into a command.
 
     Attributes:
-        source: values of the file by dotted key.
+        source: values in the file, by dotted key.
         trainer: name of the other trainer.
-        program: program here that the command starts.
-        processes: number of processes; None where the file does not say.
-        launcher: words between the launcher and the program.
-        words: flags with their values, in order.
-        content: the DeepSpeed JSON; empty for none.
-        outcomes: what has become of each key.
+        program: this project's program that the command starts.
+        processes: number of processes. None if the file does not specify it.
+        launcher: the launcher's arguments.
+        words: arguments of each flag, by its name, in order.
+        content: the DeepSpeed JSON. Empty if it is not needed.
+        outcomes: outcome of each key.
+        origins: key that set each flag.
     """
 
     source: Mapping[str, Any]
@@ -134,12 +136,12 @@ class Translation:
     origins: dict[str, str] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, which accounts for nothing; ``default`` where it is left out."""
+        """Return the value of a key, or ``default``, without recording an outcome."""
         value = self.source.get(key)
         return default if value is None else value
 
     def given(self, keys: str | Iterable[str]) -> list[str]:
-        """Return the keys that the file has, by their names or patterns (*)."""
+        """Return the keys in the file that match these names or patterns (*)."""
         given: dict[str, None] = {}
         for name in self._named(keys):
             if name in self.source:
@@ -149,29 +151,30 @@ class Translation:
         return list(given)
 
     def _named(self, keys: str | Iterable[str]) -> list[str]:
-        """Keys of a text with spaces between them; a key may have some, too."""
+        """Split text into keys at spaces. Text that is itself a key of the file, even one with
+        spaces, is not split."""
         if isinstance(keys, str):
             return [keys] if keys in self.source else keys.split()
         return list(keys)
 
     def has(self, flag: str) -> bool:
-        """True if the command has the flag."""
+        """Return whether the command contains the flag."""
         return flag_kinds()[flag].name in self.words
 
     def value_of(self, flag: str) -> str | None:
-        """The word behind a flag of the command."""
+        """Return the first value of a flag in the command, or None."""
         return next(iter(self.words.get(flag_kinds()[flag].name, ())[1:]), None)
 
     def state_of(self, key: str) -> State | None:
-        """The state of a key; None where nothing is decided yet."""
+        """Return the state of a key, or None if it is still undecided."""
         return self.outcomes[key].state if key in self.outcomes else None
 
     def put(self, keys: str | Iterable[str], flag: str, *values: Any, note: str = "") -> None:
-        """Adds a flag that keys of the file lead to. ConfigError if another key has led to another
-        value of it; Unfit if the flag cannot have the value."""
+        """Add a flag for keys of the file, and record their outcome. Raises ConfigError if another
+        key has set the flag to a different value, or Unfit if the flag cannot have the value."""
         kind = flag_kinds()[flag]
         words = self._words(kind, flag, values)
-        # Keys that the file leaves out have the other trainer's default.
+        # A key that the file omits has the other trainer's default.
         names = self._named(keys)
         key = next(iter(self.given(names)), f"{DEFAULT} {names[0]}" if names else "")
         before = self.words.get(kind.name)
@@ -216,13 +219,13 @@ class Translation:
         return value
 
     def put_json(self, keys: str | Iterable[str], path: str, value: Any, note: str = "") -> None:
-        """Sets a key of the DeepSpeed JSON."""
+        """Set a key in the DeepSpeed JSON, and record it as the outcome of ``keys``."""
         deepspeed_json.put(self.content, path, value)
         for name in self.given(keys):
             self.tell(name, f"{path} in the DeepSpeed JSON" + (f" ({note})" if note else ""))
 
     def tell(self, key: str, text: str) -> None:
-        """Records what a key has become, after what is recorded already."""
+        """Record that a key was translated. Text is appended to an earlier record."""
         before = self.outcomes.get(key)
         if before is not None and before.state == "translated" and text not in before.text:
             text = f"{before.text}, {text}"
@@ -230,13 +233,13 @@ class Translation:
             self.outcomes[key] = KeyOutcome("translated", text)
 
     def harmless(self, keys: str | Iterable[str], reason: str) -> None:
-        """Records that keys change nothing of the training here."""
+        """Record that keys have no effect on the training here, unless they have an outcome."""
         for key in self.given(keys):
             self.outcomes.setdefault(key, KeyOutcome("harmless", reason))
 
     def lose(self, keys: str | Iterable[str], reason: str) -> None:
-        """Records that keys have no counterpart, also of a part of their value that a flag has;
-        those that are off are harmless."""
+        """Record that keys, or parts of their values, have no counterpart here. Keys that are off
+        are recorded as harmless."""
         for key in self.given(keys):
             if is_off(self.source[key]):
                 self.harmless(key, "it is off")
@@ -244,12 +247,12 @@ class Translation:
                 self.outcomes[key] = KeyOutcome("lost", reason)
 
     def finish(self) -> None:
-        """Names the keys that nothing accounts for."""
+        """Record all keys that have no outcome yet as unknown."""
         for key in self.source:
             self.outcomes.setdefault(
                 key, KeyOutcome("unknown", f"not a key of {self.trainer} that is known here")
             )
 
     def of_state(self, *states: State) -> dict[str, str]:
-        """The texts of the keys in these states."""
+        """Return the outcome texts of all keys in the given states."""
         return {key: each.text for key, each in self.outcomes.items() if each.state in states}

@@ -1,1 +1,1 @@
-"""Dialogues by prompting in stages (MSDP): data, examples, generation, F1."""
+"""Multi-stage dialogue prompting (MSDP): data, examples, generation and F1 scores."""

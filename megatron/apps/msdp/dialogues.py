@@ -1,6 +1,7 @@
-"""Dialogues of Wizard of Wikipedia and Wizard of the Internet as lines, and what is made of lines.
+"""Convert dialogues of Wizard of Wikipedia and Wizard of the Internet to lines, and build prompts
+and examples from the lines.
 
-A line is topic, turns joined by `` [SEP] ``, knowledge and answer, with tabs between them, as in
+A line contains topic, turns joined by `` [SEP] ``, knowledge and answer, separated by tabs, as in
 Megatron's tasks/msdp/preprocessing.py (Liu et al. 2022, arXiv:2203.08745).
 """
 
@@ -25,11 +26,11 @@ _SPACES = str.maketrans("", "", "\n\r\t")
 _ACTIONS = ("Wizard => SearchAgent", "SearchAgent => Wizard", "Apprentice => Wizard")
 _ANSWER = "Wizard => Apprentice"
 _LONG_RUN = 10
-"""Consecutive words of an answer that are also in its knowledge count from this number on."""
+"""Minimum run of consecutive answer words, all of them in the knowledge, that counts as overlap."""
 
 
 class DialogueLine(NamedTuple):
-    """A line: an answer, the preceding dialogue, and its topic."""
+    """Line of a data file: an answer, its topic and knowledge, and the preceding dialogue."""
 
     topic: str
     context: str
@@ -43,13 +44,13 @@ class DialogueLine(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name of the knowledge's examples in a file of prompts."""
+        """Key under which a prompt file has the knowledge examples for this line."""
         return f"{self.topic} {self.turns[-1]}"
 
 
 def read_turns(flag: str, path: str | Path) -> list[DialogueLine]:
-    """The lines of a file. Raises ConfigError, with the line, for one of other columns; the answer,
-    or knowledge and answer, may be missing."""
+    """Read a file of dialogue lines. Answer, or knowledge and answer, may be missing. Raises
+    ConfigError, with the line number, if a line has another number of columns."""
     turns = []
     for number, line in enumerate(read_lines(flag, path), 1):
         columns = line.split("\t")
@@ -63,9 +64,8 @@ def read_turns(flag: str, path: str | Path) -> list[DialogueLine]:
 
 
 def read_lines(flag: str, path: str | Path) -> list[str]:
-    """The lines of a text file without spaces around them. Only a line feed ends a line: texts
-    contain other separators, such as U+2028. Raises ConfigError if the file is empty or cannot be
-    read."""
+    """Read the lines of a text file, stripped. Only a line feed ends a line, because texts contain
+    other separators such as U+2028. Raises ConfigError if the file is empty or cannot be read."""
     text = _read_text(flag, path)
     if not text:
         raise ConfigError(f"{flag} {path} is empty")
@@ -80,14 +80,14 @@ def _read_text(flag: str, path: str | Path) -> str:
 
 
 def write_lines(path: str, lines: Sequence[str]) -> None:
-    """Writes a text file, which appears when it is complete."""
+    """Write a text file atomically, and create its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(Path(path), "".join(f"{line}\n" for line in lines).encode())
 
 
 def words(text: str) -> list[str]:
-    """The words and marks of a text, as ``nltk.word_tokenize`` divides it where nltk's model of
-    sentences is installed; otherwise sentences end by rules."""
+    """Split a text into words and punctuation marks, as ``nltk.word_tokenize`` does if nltk's
+    sentence model is installed. Otherwise sentences are split by rules."""
     from nltk.tokenize import NLTKWordTokenizer
 
     tokenizer = NLTKWordTokenizer()
@@ -100,8 +100,8 @@ def _splitter() -> SentenceSplitter:
 
 
 def wikipedia_turns(path: str) -> list[DialogueLine]:
-    """The answers of the wizards in a file of Wizard of Wikipedia, a list of dialogues. Raises
-    ConfigError if it is something else."""
+    """Read the wizards' answers in a file of Wizard of Wikipedia, a JSON list of dialogues. Raises
+    ConfigError if the file has another format."""
     text = _read_text("--raw_file", path)
     try:
         return [turn for dialogue in json.loads(text) for turn in _of_wikipedia(dialogue)]
@@ -126,8 +126,8 @@ def _of_wikipedia(dialogue: dict[str, Any]) -> Iterator[DialogueLine]:
 
 
 def internet_turns(path: str) -> list[DialogueLine]:
-    """The answers with a topic in a file of Wizard of the Internet, a dialogue a line. Raises
-    ConfigError if it is something else."""
+    """Read the wizards' answers that use knowledge in a file of Wizard of the Internet, one
+    dialogue per line. Raises ConfigError if the file has another format."""
     turns = []
     for number, line in enumerate(read_lines("--raw_file", path), 1):
         try:
@@ -157,8 +157,8 @@ def _of_internet(history: Sequence[dict[str, Any]]) -> Iterator[DialogueLine]:
 
 
 def _chosen_sentence(context: dict[str, Any]) -> str:
-    """Return the sentence that an answer uses: the first chosen one on the last page with any, or
-    ""."""
+    """Return the sentence that an answer uses: the first selected sentence on the last page that
+    has any. Return "" if no sentence is selected."""
     (none, *_), *chosen = context["selected_contents"]
     sentence = ""
     for page, flags in zip(context["contents"], chosen, strict=True) if not none else ():
@@ -170,7 +170,7 @@ def _chosen_sentence(context: dict[str, Any]) -> str:
 def write_dataset(
     turns: Sequence[DialogueLine], lines: str, knowledge: str | None, answers: str | None
 ) -> None:
-    """Writes the lines and, on request, the knowledge and the words of the answers alone."""
+    """Write the dialogue lines and, if requested, files of their knowledge and answers' words."""
     write_lines(lines, ["\t".join(turn) for turn in turns])
     if knowledge is not None:
         write_lines(knowledge, [turn.knowledge for turn in turns])
@@ -179,9 +179,9 @@ def write_dataset(
 
 
 def response_examples(turns: Sequence[DialogueLine], count: int, seed: int) -> list[str]:
-    """Sample, by the seed, examples of answers that restate their knowledge: words in long runs
-    shared with the knowledge are 0.6 to 0.9 of the answer, and at least 0.8 of the knowledge.
-    Raises ConfigError if there are fewer."""
+    """Sample ``count`` examples of answers that restate their knowledge. Words in long runs shared
+    with the knowledge must be 0.6 to 0.9 of the answer, and at least 0.8 of the knowledge. Raises
+    ConfigError if there are fewer such answers."""
     examples = []
     for turn in turns:
         if turn.knowledge == NO_KNOWLEDGE:
@@ -201,7 +201,7 @@ def response_examples(turns: Sequence[DialogueLine], count: int, seed: int) -> l
 
 
 def overlap(answer: Sequence[str], known: set[str]) -> int:
-    """Words of an answer in runs of :data:`_LONG_RUN` or more that are all known."""
+    """Return the number of answer words in runs of at least :data:`_LONG_RUN` known words."""
     shared = run = 0
     for word in [*answer, None]:
         if word in known:
@@ -212,13 +212,13 @@ def overlap(answer: Sequence[str], known: set[str]) -> int:
 
 
 def response_prompt(turn: DialogueLine) -> str:
-    """Return the prompt of an answer."""
+    """Return the prompt with which an answer is generated."""
     asked, knowledge = (" ".join(words(text)) for text in (turn.turns[-1], turn.knowledge))
     return f"Topic: {turn.topic}. User says: {asked} We know that: {knowledge} System replies:"
 
 
 def with_knowledge(turns: Sequence[DialogueLine], knowledge: Sequence[str]) -> list[DialogueLine]:
-    """The lines with generated knowledge. Raises ConfigError if there are more or fewer."""
+    """Replace the lines' knowledge by generated knowledge. Raises ConfigError if counts differ."""
     if len(turns) != len(knowledge):
         raise ConfigError(
             f"--knwl_gen_file has {len(knowledge)} lines, and --test_file {len(turns)}: both are "

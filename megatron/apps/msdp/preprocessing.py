@@ -1,7 +1,7 @@
-"""The data of dialogues by prompting, from a command line: lines of dialogues, examples of
+"""Command-line program that prepares data for dialogue prompting: dialogue lines, examples of
 knowledge and answers, and the input of the second stage.
 
-Shape suffixes: N examples, D elements of a vector.
+Shape suffixes: N examples, D embedding dimensions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
 Embed = Callable[[Sequence[str]], npt.NDArray[np.floating]]
-"""The vectors [N, D] of texts."""
+"""Function that returns the embeddings [N, D] of N texts."""
 KNOWLEDGE_EXAMPLES, RESPONSE_EXAMPLES = 10, 20
 DATA_TYPES = ("wow_seen", "wow_unseen", "woi")
 _LONG_KNOWLEDGE = 20
@@ -45,35 +45,35 @@ _BATCH, _TOKENS = 32, 512
 
 @dataclass(frozen=True)
 class PreprocessingConfig:
-    """Dialogues by prompting: a function and its files."""
+    """Data of dialogue prompting: the function to run, and its files."""
 
     func: str | None = option(None)
     """Function to run: process_wow_dataset, process_woi_dataset, get_knwl_gen_prompts,
     get_resp_gen_prompts or prepare_input."""
     raw_file: str | None = option(None, aliases=("--raw_file",))
-    """File of the data set."""
+    """File of the original dataset."""
     processed_file: str | None = option(None, aliases=("--processed_file",))
-    """File that is written."""
+    """Output file."""
     knwl_ref_file: str | None = option(None, aliases=("--knwl_ref_file",))
-    """File for the knowledge alone."""
+    """Additional output file with only the knowledge."""
     resp_ref_file: str | None = option(None, aliases=("--resp_ref_file",))
-    """File for the words of the answers alone."""
+    """Additional output file with only the answers, split into words."""
     knwl_gen_file: str | None = option(None, aliases=("--knwl_gen_file",))
-    """Generated knowledge, a line for each of --test_file."""
+    """File of generated knowledge, with one line for each line of --test_file."""
     test_file: str | None = option(None, aliases=("--test_file",))
-    """Lines of dialogues that are to be answered."""
+    """File of dialogue lines to answer."""
     train_file: str | None = option(None, aliases=("--train_file",))
-    """Lines of dialogues that examples are taken from."""
+    """File of dialogue lines from which examples are chosen."""
     model_file: str | None = option(None, aliases=("--model_file",))
-    """Folder of a question encoder: DPR's of transformers, or a checkpoint of pretrain_ict.py."""
+    """Folder of a question encoder: transformers' DPR, or a checkpoint of pretrain_ict.py."""
     data_type: str | None = option(None, aliases=("--data_type",), choices=DATA_TYPES)
-    """Kind of --test_file."""
+    """Dataset from which --test_file was made."""
     seed: int = option(1234)
-    """Seed of the draw of examples."""
+    """Random seed for the choice of examples."""
 
 
 def run_preprocessing(config: PreprocessingConfig) -> None:
-    """Makes what ``--func`` names. Raises ConfigError if a flag or a file cannot be used."""
+    """Run the function in ``--func``. Raises ConfigError if a flag or file cannot be used."""
     if config.func not in FUNCTIONS:
         hint = nearest(config.func or "", FUNCTIONS, "; the nearest is {}")
         raise ConfigError(f"--func {config.func}: the functions are {', '.join(FUNCTIONS)}{hint}")
@@ -123,12 +123,13 @@ FUNCTIONS: dict[str, Callable[[PreprocessingConfig], int]] = {
     "get_resp_gen_prompts": _responses,
     "prepare_input": _prepared,
 }
-"""Each writes ``--processed_file`` and returns the number of its lines."""
+"""Functions by name. Each writes ``--processed_file`` and returns its number of lines."""
 
 
 @dataclass(frozen=True)
 class KnowledgeExample:
-    """A line that can be shown, its dialogue as the encoder reads it, and as the model does."""
+    """Candidate for an example. ``dialogue`` is the text to embed, ``shown`` the example as it
+    appears in the model's prompt."""
 
     topic: str
     dialogue: str
@@ -138,9 +139,10 @@ class KnowledgeExample:
 def knowledge_examples(
     test: Sequence[DialogueLine], train: Sequence[DialogueLine], kind: str, embed: Embed
 ) -> list[dict[str, list[str]]]:
-    """For each line of ``test`` its key and at most :data:`KNOWLEDGE_EXAMPLES` examples, the one of
-    the most similar dialogue last: of its topic, or, where ``train`` has none, of other topics, one
-    of each. Raises ConfigError if no line of ``train`` can be shown."""
+    """Return, for each line of ``test``, its key and at most :data:`KNOWLEDGE_EXAMPLES` examples
+    from ``train``, the one with the most similar dialogue last. They have the line's topic. If no
+    example has it, the most similar example of each other topic is used. Raises ConfigError if no
+    line of ``train`` is suitable."""
     topics = {turn.topic for turn in test}
     every = _examples(train, topics, kind)
     if not every:
@@ -154,7 +156,7 @@ def knowledge_examples(
     for turn, scores in progress_bar("choosing", list(zip(test, similar, strict=True)), len(test)):
         order = np.argsort(-scores, kind="stable").tolist()
         chosen = [number for number in order if every[number].topic == turn.topic]
-        if not chosen:  # the most similar one of each topic
+        if not chosen:  # the most similar example of each topic
             of_topics = dict[str, int]()
             for number in order:
                 of_topics.setdefault(every[number].topic, number)
@@ -165,7 +167,7 @@ def knowledge_examples(
 
 
 def _examples(train: Sequence[DialogueLine], topics: set[str], kind: str) -> list[KnowledgeExample]:
-    """The lines that can be shown, as Megatron chooses them."""
+    """Return the examples from all suitable lines, by Megatron's criteria."""
     examples, seen = [], kind == "wow_seen"
     for turn in train:
         knowledge, topic = turn.knowledge, turn.topic
@@ -183,12 +185,12 @@ def _examples(train: Sequence[DialogueLine], topics: set[str], kind: str) -> lis
 
 
 def _dialogue(turn: DialogueLine, named: bool) -> str:
-    """The last turns of a dialogue, with its topic on request."""
+    """Return the last turns of a dialogue as one text, preceded by the topic if ``named``."""
     return (f"( {turn.topic} ) " if named else "") + " ".join(turn.turns)
 
 
 def question_encoder(path: str) -> Embed:
-    """The encoder of a folder. Raises ConfigError if it is neither DPR's nor a retriever's."""
+    """Load a folder's question encoder. Raises ConfigError if it is neither DPR nor a retriever."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(
@@ -223,7 +225,7 @@ def question_encoder(path: str) -> Embed:
 
 
 def _retriever(path: str) -> Embed:
-    """The query encoder of a checkpoint of this project, on this process."""
+    """Load the query encoder from a retriever's checkpoint of this project, in this process."""
     from megatron.apps.tasks.retrieval.vectors import PassageEncoder, embed, opened_encoder
     from megatron.features.evaluation.checkpoints import (
         checkpoint_settings,

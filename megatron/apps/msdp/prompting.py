@@ -1,4 +1,4 @@
-"""Knowledge and answers by prompting, and their F1, from a command line."""
+"""Program that generates knowledge and answers by prompting, and computes F1 scores."""
 
 from __future__ import annotations
 
@@ -44,36 +44,35 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 @dataclass(frozen=True)
 class MsdpConfig(CacheConfig):
-    """Dialogues by prompting: the task, and its files."""
+    """Dialogue prompting: the task, and its files."""
 
     task: str | None = option(None)
-    """MSDP-PROMPT generates knowledge or answers, MSDP-EVAL-F1 compares them."""
+    """Task: MSDP-PROMPT generates knowledge or answers, MSDP-EVAL-F1 computes their F1 score."""
     prompt_type: str | None = option(None, choices=(KNOWLEDGE, RESPONSE))
-    """MSDP-PROMPT: what is generated."""
+    """MSDP-PROMPT: kind of text to generate."""
     prompt_file: str | None = option(None)
-    """MSDP-PROMPT: the examples that tasks/msdp/preprocessing.py has chosen."""
+    """MSDP-PROMPT: file of examples written by tasks/msdp/preprocessing.py."""
     num_prompt_examples: int = option(10, bounds=POSITIVE)
-    """MSDP-PROMPT: most examples that the model is shown."""
+    """MSDP-PROMPT: maximum number of examples in the prompt."""
     sample_input_file: str | None = option(None)
-    """MSDP-PROMPT: lines of dialogues."""
+    """MSDP-PROMPT: file of dialogue lines."""
     sample_output_file: str | None = option(None, derived="that of --sample-input-file with .out")
-    """MSDP-PROMPT: file for what is generated, a line for each dialogue."""
+    """MSDP-PROMPT: output file, with one line for each dialogue."""
     out_seq_length: int = option(100, bounds=POSITIVE)
-    """MSDP-PROMPT: most tokens of what is generated."""
+    """MSDP-PROMPT: maximum number of generated tokens."""
     api_prompt: bool = option(False)
-    """MSDP-PROMPT: ask the server of --megatron-api-url, instead of a checkpoint."""
+    """MSDP-PROMPT: use the server at --megatron-api-url instead of a checkpoint."""
     megatron_api_url: str | None = option(None)
-    """MSDP-PROMPT: address of a server of tools/run_text_generation_server.py, as
-    http://host:5000/api."""
+    """MSDP-PROMPT: URL of tools/run_text_generation_server.py, such as http://host:5000/api."""
     guess_file: str | None = option(None)
-    """MSDP-EVAL-F1: what was generated."""
+    """MSDP-EVAL-F1: file of generated texts."""
     answer_file: str | None = option(None)
-    """MSDP-EVAL-F1: what is right, a line for each."""
+    """MSDP-EVAL-F1: file of reference texts, one line for each generated text."""
 
 
 def run_msdp(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Runs the task of a command line. Raises ValueError or OSError if a flag, a file or a
-    checkpoint cannot be used; the message names it."""
+    """Run the task that a command line selects. Raises ValueError or OSError, naming the flag, file
+    or checkpoint that cannot be used."""
     config, settings = RunToolParser(MsdpConfig, description).parse(argv)
     if config.task == F1:
         _evaluate(config)
@@ -99,8 +98,8 @@ def _evaluate(config: MsdpConfig) -> None:
 
 
 def mean_f1(guesses: Sequence[str], answers: Sequence[str]) -> tuple[float, float, float]:
-    """Means of precision, recall and F1 over the pairs whose answer is not empty. Raises
-    ConfigError if all are."""
+    """Return the mean precision, recall and F1 over all pairs whose answer is not empty. Raises
+    ConfigError if all answers are empty."""
     pairs = [(g, a) for g, a in zip(guesses, answers, strict=True) if a]
     if not pairs:
         raise ConfigError(f"--answer-file: every line is empty or {NO_KNOWLEDGE}")
@@ -109,8 +108,8 @@ def mean_f1(guesses: Sequence[str], answers: Sequence[str]) -> tuple[float, floa
 
 
 def word_f1(guess: str, answer: str) -> tuple[float, float, float]:
-    """Precision, recall and F1 of the words of a text, as multisets, in lower case and without
-    punctuation and articles (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1)."""
+    """Return precision, recall and F1 of the words in ``guess`` against ``answer``, as multisets,
+    in lower case and without punctuation and articles (Rajpurkar et al. 2016, arXiv:1606.05250)."""
     guessed, right = (
         _ARTICLES.sub(" ", _PUNCTUATION.sub(" ", text.lower())).split() for text in (guess, answer)
     )
@@ -122,8 +121,8 @@ def word_f1(guess: str, answer: str) -> tuple[float, float, float]:
 
 
 def prompts_of(config: MsdpConfig) -> list[str]:
-    """Return the prompt for each line of ``--sample-input-file``: the examples, each on a line, and
-    the question. Raises ConfigError if examples are missing."""
+    """Return the prompt for each line of ``--sample-input-file``: the examples, one per line,
+    followed by the question. Raises ConfigError if examples are missing."""
     path, kind = required(config, "prompt_file"), required(config, "prompt_type")
     turns = read_turns("--sample-input-file", required(config, "sample_input_file"))
     count, lines = config.num_prompt_examples, read_lines("--prompt-file", path)
@@ -142,7 +141,8 @@ def prompts_of(config: MsdpConfig) -> list[str]:
             raise ConfigError(
                 f"--prompt-file {path}, line {number}: expected an object with a list of texts"
             )
-        examples = {**content, **examples}  # of equal keys the first counts
+        # If several lines have the same key, the first one takes precedence.
+        examples = {**content, **examples}
     return [_knowledge_prompt(turn, examples, count, path) for turn in turns]
 
 
@@ -154,7 +154,7 @@ def _knowledge_prompt(
             f"--prompt-file {path} has no examples for {turn.key!r}: it was made of another file "
             "than --sample-input-file"
         )
-    # The last one is from the most similar dialogue.
+    # The last example has the most similar dialogue.
     before = "".join(f"{example.strip()} \n" for example in examples[turn.key][-count:])
     return f"{before}( {turn.turns[-1]} ) {turn.topic} =>"
 
@@ -176,7 +176,7 @@ def _prompt(config: MsdpConfig, settings: Settings, argv: Sequence[str] | None) 
 
 
 def _asked(config: MsdpConfig, prompts: Sequence[str]) -> Iterator[str]:
-    """Continuations of prompts by a server."""
+    """Yield the continuation of each prompt, generated by a server."""
     url = required(config, "megatron_api_url")
     for prompt in prompts:
         content = {"prompts": [prompt], "tokens_to_generate": config.out_seq_length, "top_k": 1}
@@ -197,8 +197,8 @@ def _asked(config: MsdpConfig, prompts: Sequence[str]) -> Iterator[str]:
 def _generated(
     config: MsdpConfig, settings: Settings, prompts: Sequence[str], argv: Sequence[str] | None
 ) -> list[str]:
-    """Continuations by a checkpoint's model: its most probable tokens, up to the end of a line.
-    Data-parallel replicas divide the prompts."""
+    """Return greedy continuations, each up to the end of a line, by the model in a checkpoint.
+    Data-parallel replicas share the prompts."""
     with opened_checkpoint(settings, start_processes(settings, argv), PROMPT) as opened:
         tokenizer, mesh = opened.run.tokenizer, opened.engine.mesh
         runner = runner_of(opened.engine, tokenizer, config)

@@ -1,1 +1,1 @@
-"""Checks that a parallel layout trains as one process does."""
+"""Checks that training in a parallel layout equals training on one process."""

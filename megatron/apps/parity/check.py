@@ -1,4 +1,4 @@
-"""Compares layouts with one process, on the user's model and data."""
+"""Comparison of layouts with a single process, on the user's model and data."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ _FIELDS = {f.name: f for part in FLAG_CLASSES for f in dataclasses.fields(part)}
 
 _IN_PIPELINES = {"pipeline_model_parallel_split_rank"}
 OF_LAYOUTS = frozenset(names_of("layout", *FLAG_CLASSES)) - _IN_PIPELINES
-"""Config fields that a layout's name sets. (Recomputation can be part of a name or a flag: one
-process recomputes as well. Where a decoder starts is a flag: it has no name.)"""
+"""Config fields that a layout's name sets. Recomputation can be in the name or in a flag, because
+one process can recompute too. The decoder's first stage can only be set by a flag."""
 LEFT_OUT = frozenset(
     {
         f.name
@@ -74,9 +74,9 @@ LEFT_OUT = frozenset(
     | set(names_of("course", *FLAG_CLASSES))
     | {name for name in _FIELDS if name.startswith("lr_warmup")}
 )
-"""Config fields that a check ignores: it does not save, load, evaluate, log, profile or compile; it
-does not use fp8, in which layouts differ; and a warm-up would leave the weights of its few steps
-almost unchanged."""
+"""Config fields that a check ignores. It does not save, load, evaluate, log, profile or compile. It
+does not use FP8, whose results depend on the layout, or a learning-rate warm-up, which would leave
+the weights almost unchanged in a few steps."""
 _LENGTHS = {"train_iters", "train_samples", "train_tokens"}
 _OF_ENGINE = (
     OF_LAYOUTS
@@ -87,9 +87,9 @@ _OF_ENGINE = (
 
 @dataclass(frozen=True)
 class CheckFlags:
-    """Flags of the runs of a check: of a layout's run, to which its own are added; of the run on
-    one process, including the DeepSpeed JSON's values; and flags of the user that a check
-    ignores."""
+    """Flags for the runs of a check. ``layout`` is for a layout's run, without the layout's own
+    flags. ``plain`` is for the run on one process and includes the values of the DeepSpeed JSON.
+    ``left_out`` are the user's flags that a check ignores."""
 
     layout: list[str]
     plain: list[str]
@@ -97,8 +97,8 @@ class CheckFlags:
 
 
 def check_flags(settings: Settings, layouts: Sequence[Layout], steps: int) -> CheckFlags:
-    """Return the flags of a check of ``steps`` steps from the flags of pretrain_gpt.py. Raises
-    ConfigError if a layout's flag is among them, or the DeepSpeed JSON is wrong."""
+    """Return the flags for a check of ``steps`` steps, given the user's flags of pretrain_gpt.py.
+    Raises ConfigError if these include a layout's flags, or if the DeepSpeed JSON is invalid."""
     for name in settings.keys() & OF_LAYOUTS:
         raise ConfigError(
             f"{settings[name].origin.removeprefix('flag ')}: the layouts to compare are named by "
@@ -131,7 +131,7 @@ def _defaults(settings: Settings, layouts: Sequence[Layout], steps: int) -> dict
     if not settings.keys() & _LENGTHS:
         values["train_iters"] = steps
     if "loss_scale" not in settings:
-        # The usual 2^32 overflows for many steps, each of which is skipped.
+        # With the default of 2^32, gradients would overflow, and steps be skipped, for a long time.
         values["initial_loss_scale"] = 4096.0
     if not settings.keys() & {"data_path", "train_data_path", "mock_data"}:
         values["mock_data"] = True
@@ -141,10 +141,10 @@ def _defaults(settings: Settings, layouts: Sequence[Layout], steps: int) -> dict
 
 
 def smallest_batch(layouts: Sequence[Layout], micro_batch_size: int) -> int:
-    """Return the smallest global batch that every layout accepts and that can show a difference:
-    two micro batches or more for each replica, so that there is a sum over them, and four for one
-    process, so that they can be summed in several orders."""
-    # Only interleaved pipelines need a multiple of their ranks; it costs the others little.
+    """Return the smallest global batch size that every layout accepts and that can reveal a
+    difference. Each replica needs at least two micro batches, so that gradients are accumulated.
+    One process needs at least four, so that they can be summed in several orders."""
+    # Only interleaved schedules need a multiple of the pipeline size. Others are hardly affected.
     step = math.lcm(*(micro_batch_size * a.data * a.pipeline for a in layouts))
     fewest = max(
         micro_batch_size * max(4, a.data * max(2, a.fewest_micro_batches)) for a in layouts
@@ -156,7 +156,7 @@ def _words(settings: Settings) -> list[str]:
     words = []
     for name, setting in settings.items():
         if setting.value is None:
-            continue  # "auto" in the JSON: derived
+            continue  # "auto" in the JSON: the value is derived
         is_flag = setting.origin.startswith("flag ")
         flag = setting.origin.removeprefix("flag ") if is_flag else flag_of(_FIELDS[name])
         values = setting.value if isinstance(setting.value, tuple) else (setting.value,)
@@ -164,26 +164,25 @@ def _words(settings: Settings) -> list[str]:
     return words
 
 
-FIRST_STEP = 1e-6  # allowed relative difference of loss and gradient norm at the first step in fp32
+FIRST_STEP = 1e-6  # allowed relative difference of loss and gradient norm in the first fp32 step
 FACTOR = 4
-"""Allowed difference afterwards, as a multiple of the effect of rounding on one process: a layout
-cuts more sums than the runs that measure it."""
+"""Allowed difference in later steps, as a multiple of the rounding noise measured on one process. A
+layout splits more sums than the runs that measure this noise."""
 HALF_LOSS = 5e-3
 HALF_NORM = 2e-2
-"""Allowed relative difference of loss and gradient norm in bf16 and fp16 from one process in
-fp32."""
+"""Allowed relative difference of bf16 or fp16 loss and gradient norm from one process in fp32."""
 HALF_GRADIENT = 0.1
-"""Allowed difference of the gradients of their first step, relative to the larger of the
-parameter's largest and a tenth of the model's."""
+"""Allowed difference of bf16 and fp16 gradients in the first step, relative to the parameter's
+largest gradient or a tenth of the model's largest, whichever is more."""
 
-ALONE = {"WORLD_SIZE": "1"}  # instead of the variables of a launcher or slurm
+ALONE = {"WORLD_SIZE": "1"}  # hides the environment variables of a launcher or Slurm
 ATTENTION_OFF = ("--attention-dropout", "0")
 HIDDEN_OFF = ("--hidden-dropout", "0")
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Largest difference of two runs: of the loss, absolute, and of the gradient norm, relative."""
+    """Largest difference of two runs: absolute for the loss, relative for the gradient norm."""
 
     loss: float
     norm: float
@@ -191,14 +190,16 @@ class Distance:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of comparing a layout.
+    """Result of comparing a layout with one process.
 
     Attributes:
         status: ``equal``, ``different``, ``refused`` or ``failed``.
-        reason: why it is refused or failed, or what differs first.
-        resolved: its full name, with what the DeepSpeed JSON adds.
-        dropout_off: the dropout that was turned off, as its masks differ from one process's.
-        allowed: the allowed difference; in fp32 at the first step at most 1e-6 relative.
+        reason: why the layout was refused or failed, or the first difference.
+        resolved: full name of the layout, including settings from the DeepSpeed JSON.
+        dropout_off: dropout that was turned off, because its masks differ from those of one
+          process.
+        allowed: largest allowed difference. In the first step in fp32, a relative difference of
+          at most 1e-6 is allowed.
     """
 
     layout: str
@@ -217,7 +218,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class PlainRun:
-    """Training on one process, with the effect of rounding and the parameters of its first step."""
+    """Training on one process, with its rounding noise, and the parameters after its first step."""
 
     record: RunRecord
     noise: Drift
@@ -225,8 +226,8 @@ class PlainRun:
 
 
 class Checker:
-    """Checks of layouts of one model. Raises ValueError or OSError if the flags are wrong for
-    each."""
+    """Comparison of one model's layouts with one process. Raises ValueError or OSError on bad
+    flags."""
 
     def __init__(self, flags: CheckFlags) -> None:
         self._flags = flags
@@ -236,8 +237,8 @@ class Checker:
         self._plain_training = cache(_plain_training)
 
     def check(self, name: str, layout: Layout) -> Outcome:
-        """Compare one step in float64, then whole steps through the engine. Raises ValueError or
-        OSError if one process fails too, because of data or training flags."""
+        """Compare one step in float64, then a training run through the engine. Raises ValueError or
+        OSError if the run on one process fails too, because data or training flags are invalid."""
         argv = [*self._flags.layout, *flags_for(layout)]
         try:
             check_layout(layout)
@@ -245,7 +246,7 @@ class Checker:
                 run = parse_run(None, argv)
         except ConfigError as error:
             return Outcome(name, "refused", str(error))
-        # With what the DeepSpeed JSON adds.
+        # This includes the settings from the DeepSpeed JSON.
         layout = run.config.layout(run.content)
         off = self._dropout_off(layout)
         outcome = Outcome(
@@ -287,7 +288,7 @@ class Checker:
 
 
 def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
-    """Yield a step in float64, then training in the same process, as starting one is slow."""
+    """Yield a step in float64, then training, from one process, because starting it is slow."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         yield gradients_in(run, mesh)
@@ -330,7 +331,7 @@ def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
 def _training_difference(
     layout: Layout, record: RunRecord, ranks: Sequence[Sequence[SteppedSlice]], plain: PlainRun
 ) -> str:
-    """Return the first difference in training, or an empty text."""
+    """Return a description of the first difference in training, or "" if all values agree."""
     if any(record.skipped):
         step = record.skipped.index(True)
         return (

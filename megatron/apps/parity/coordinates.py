@@ -1,8 +1,8 @@
-"""Sizes of a model's activations over its width, while it learns from one batch: the coordinate
-check of muP (Yang et al. 2022, arXiv:2203.03466, appendix D.1).
+"""The coordinate check of muP: the size of a model's activations as a function of its width, while
+it learns from one batch (Yang et al. 2022, arXiv:2203.03466, appendix D.1).
 
-Under muP the change of every activation after some steps does not depend on the width. Shapes:
-B batch, S sequence, H any width.
+With muP, the change of every activation after some steps does not depend on the width. Shapes: B
+batch, S sequence, H any width.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ LOGITS = "logits"
 _WIDENED = ("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads",
             "num_query_groups", "moe_shared_expert_intermediate_size")  # fmt: skip
 _FLAT = 0.1
-"""Largest slope, in log width, of an activation's change that is treated as flat."""
+"""Largest slope, with respect to log width, at which an activation's change counts as flat."""
 
 
 @dataclass(frozen=True)
 class CoordinateFlags:
-    """Coordinate check."""
+    """Options for the coordinate check."""
 
     widths: tuple[int, ...] = option((1, 2, 4, 8, 16))
-    """Widths to compare, as multiples of the model that the other flags describe, the base."""
+    """Widths to compare, as multiples of the width of the model that the other flags describe."""
     check_steps: int = option(4)
-    """Number of optimizer steps."""
+    """Number of optimizer steps to take at each width."""
     picture: str | None = option(None)
-    """Write a picture of all activations over the width to this file."""
+    """Image file for a plot of all activations over the width."""
     json: str | None = option(None)
-    """Write all numbers to this file."""
+    """JSON file for all measurements."""
 
 
 @dataclass
 class ActivationSizes:
-    """Mean absolute values of activations by name: ``first`` before the first step, ``changes``
-    from there after each step."""
+    """Mean absolute values of activations by name: ``first`` before the first step, and ``changes``
+    since then, after each step."""
 
     first: dict[str, float] = field(default_factory=dict)
     changes: list[dict[str, float]] = field(default_factory=list)
 
 
 def settings_of(base: Settings, factor: int, steps: int, mup: bool) -> Settings:
-    """The settings of the base's model ``factor`` times as wide, its heads of the same size."""
+    """Return the settings of a model ``factor`` times as wide as the base, with equal head size."""
     for name in ("use_mup", "mup_base_hidden_size"):
         if name in base:
             raise ConfigError(
@@ -88,7 +88,7 @@ def settings_of(base: Settings, factor: int, steps: int, mup: bool) -> Settings:
 
 
 def measure(settings: Settings) -> ActivationSizes:
-    """Train on this process, and measure the activations of one batch around every step."""
+    """Train on this process, and measure one batch's activations before and after every step."""
     run = run_of(settings, 1)
     sizes = ActivationSizes()
     with deterministic_kernels(run.config), distributed(run.config.parallel) as mesh:
@@ -119,8 +119,8 @@ def _batch(run: Run) -> Any:
 
 @torch.no_grad()
 def activations(engine: TrainEngine, batch: Any) -> dict[str, Tensor]:
-    """Outputs of the layers of a model on one process, and of the linear layers in its blocks, by
-    canonical name, float64; last its logits."""
+    """Return the outputs of all layers and of the blocks' linear layers, in float64 by canonical
+    name, for a model on one process. The last entry is the logits."""
     outputs: dict[str, Tensor] = {}
     state = engine.spec.begin(batch).changed(targets=None)
     engine.prepare_evaluation()
@@ -134,7 +134,7 @@ def activations(engine: TrainEngine, batch: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def _hooks(engine: TrainEngine, outputs: dict[str, Tensor]) -> Iterator[None]:
-    """Within this context the outputs of modules with matrices, and of blocks, are kept."""
+    """In this context, record the outputs of blocks and of modules with weight matrices."""
     handles = []
     blocks = [block for sequence in engine.sequences for block in sequence.blocks]
 
@@ -159,7 +159,8 @@ def _hooks(engine: TrainEngine, outputs: dict[str, Tensor]) -> Iterator[None]:
 
 
 def slopes(sizes: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Exponent of the width in each number, by least squares of logarithms; ``sizes``: by width."""
+    """Return the exponent with which each activation's size grows with the width, by least squares
+    on logarithms. ``sizes`` has the activation sizes by width."""
     widths = np.log2(list(sizes))
     names = next(iter(sizes.values()))
     result = {}
@@ -172,14 +173,14 @@ def slopes(sizes: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CoordinateReport:
-    """Sizes by width, with muP and without."""
+    """Activation sizes by width, with and without muP."""
 
     mup: Mapping[int, ActivationSizes]
     plain: Mapping[int, ActivationSizes]
 
     def rows(self) -> list[tuple[str, float, float, float]]:
-        """(name, slope of the change after the last step with muP, without, slope at first with
-        muP)."""
+        """Return the slopes of each activation: (name, change after the last step with muP, change
+        without muP, initial size with muP)."""
         last, other, first = (
             slopes({width: choose(each) for width, each in sizes.items()})
             for sizes, choose in (
@@ -191,7 +192,7 @@ class CoordinateReport:
         return [(name, last[name], other[name], first[name]) for name in last]
 
     def worst(self) -> float:
-        """Largest absolute slope of a change with muP; infinite where one is not finite."""
+        """Return the largest absolute slope of a change with muP, infinite if one is not finite."""
         values = [abs(row[1]) for row in self.rows()]
         return max(math.inf if math.isnan(value) else value for value in values)
 
@@ -200,7 +201,7 @@ class CoordinateReport:
         return self.worst() <= _FLAT
 
     def table(self) -> str:
-        """The slopes, a line for each activation, in Markdown."""
+        """Return the slopes as a Markdown table with a row for each activation."""
         lines = [
             "| activation | change, muP | change, without | at first, muP |",
             "|---|---|---|---|",
@@ -216,7 +217,7 @@ class CoordinateReport:
         }
 
     def draw(self, path: Path) -> None:
-        """Changes after the last step over the width, a line for each activation."""
+        """Plot the changes after the last step over the width, with one line per activation."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
@@ -237,8 +238,8 @@ class CoordinateReport:
 
 
 def compare(base: Settings, flags: CoordinateFlags) -> CoordinateReport:
-    """Measure models of all widths with muP and without. Raises ConfigError for widths that make no
-    line, or flags of the base that contradict the check."""
+    """Measure models of all widths with and without muP. Raises ConfigError if fewer than two
+    widths are given, or if the base model's flags contradict the check."""
     widths: Sequence[int] = sorted(set(flags.widths))
     if len(widths) < 2 or widths[0] < 1 or flags.check_steps < 1:
         raise ConfigError(

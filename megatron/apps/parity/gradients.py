@@ -1,9 +1,10 @@
-"""The gradient, weight or layer output of a layout that differs from one process.
+"""Search for the gradient, weight or layer output in which a layout differs from one process.
 
-Two comparisons: one step in float64, where rounding is so small that any difference is an error;
-and the first step of a training, where the gradients that reached the optimizer are read back from
-its first moments. DeepSpeed's reduction refuses float64, so a plain one replaces it in the first;
-layers, schedules and communication are those of a training run.
+There are two comparisons. The first is one step in float64, where rounding is so small that any
+difference is an error. The second is the first step of a training run, where the gradients that
+reached the optimizer are recovered from its first moments. DeepSpeed's gradient reduction does not
+support float64, so the first comparison replaces it by a plain one. Layers, schedules and
+communication are those of a training run.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.apps.parity.runs import PlainTraining, teaching
 from megatron.checkpoint.slices import Slice
@@ -27,7 +29,7 @@ from megatron.engine.deepspeed_json import complete
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.update.optimizer import average_gradients, gradient_norm, owned
+from megatron.engine.update.optimizer import gradient_norm, owned
 from megatron.families import trained_spec
 from megatron.features.preference import reference
 from megatron.features.preference.flags import PreferenceConfig
@@ -41,22 +43,22 @@ from megatron.run.run import Run, parse_run, run_data
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import weighed_step
 
-INIT = Init(std=0.3)  # wider than in training, biases included, so that every gradient is large
+INIT = Init(std=0.3)  # a large std, also for biases, makes every gradient large
 
 BOUND = 1e-12
-"""Bound of a float64 number's error, relative to the larger of a gradient's maximum and 1e-3 x the
-model's largest gradient: in theory the gradient of a key bias is exactly zero."""
-GRADIENT_BOUND = 1e-4  # of a float32 gradient, relative
+"""Allowed error of a float64 value, relative to the gradient's maximum or to 1e-3 x the model's
+largest gradient, whichever is more (key biases have a gradient of zero in theory)."""
+GRADIENT_BOUND = 1e-4  # allowed relative error of a float32 gradient
 UPDATE_BOUND = 1e-2
-"""Bound of the error of a float32 weight's change, relative to the parameter's largest. Adam
-divides a gradient by itself in its first step, so one near zero moves its weight either way: only
-weights whose gradient is above 1e-3 x the parameter's largest are compared."""
+"""Allowed error of a float32 weight's change, relative to the parameter's largest change. In its
+first step Adam divides a gradient by its magnitude, so a gradient near zero can move its weight
+either way. Only weights with a gradient above 1e-3 x the parameter's largest are compared."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference in the order of computation: its quantity, the global rank (None if it
-    is missing on all), and the largest actual and allowed difference."""
+    """The first difference in the order of computation: the quantity, the global rank (None if the
+    quantity is missing on all ranks), and the actual and the allowed difference."""
 
     what: str
     rank: int | None
@@ -71,7 +73,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A rank's share of a gradient in float64; one of several copies of a parameter is owned."""
+    """A rank's shard of a gradient in float64. One of a parameter's copies is ``owned``."""
 
     name: str
     shard: Shard
@@ -81,8 +83,8 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """One step as one rank saw it: loss and gradients are means over data ranks; outputs are of its
-    layers for the first micro batch, by place in the layer list."""
+    """One step as seen by one rank. Loss and gradients are means over data-parallel ranks.
+    ``outputs`` has each layer's output for the first micro batch, by index in the layer list."""
 
     coordinates: Coordinates
     loss: float
@@ -92,15 +94,15 @@ class GradientRecord:
 
 
 def gradients(argv: Sequence[str]) -> GradientRecord:
-    """Take one step of the layout that the flags describe; every process must call it."""
+    """Take one step in the layout that the flags describe. Collective: every process calls this."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         return gradients_in(run, mesh)
 
 
 def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
-    """Take the step within existing process groups; ZeRO stage, dtype and DeepSpeed JSON do not
-    matter. Blocks are compiled with ``--torch-compile on`` only: one step does not repay it."""
+    """Take one step in existing process groups, ignoring ZeRO stage, dtype and DeepSpeed JSON. Only
+    ``--torch-compile on`` compiles blocks, because it does not pay off for one step."""
     config = run.config
     fast = config.fast_paths
     if fast.torch_compile == "auto":
@@ -118,16 +120,29 @@ def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
 
 
 def average_by(engine: Any, average: Callable[[], None]) -> None:
-    """Replaces the averaging of an engine's gradients at stage 0, after the last micro batch of a
-    step: DeepSpeed's refuses float64, in which the layouts are compared."""
+    """Replace a DeepSpeed engine's averaging of gradients at stage 0, after a step's last micro
+    batch, by ``average``. DeepSpeed's does not support float64, in which layouts are compared."""
     assert hasattr(engine, "allreduce_gradients"), "another version of DeepSpeed"
 
     def average_at_end(**_: Any) -> None:
-        # An expert's gradient is divided by more than it is summed over: once.
+        # Average once: an expert's gradient is divided by more ranks than it is summed over.
         if engine.is_gradient_accumulation_boundary():
             average()
 
     engine.allreduce_gradients = average_at_end
+
+
+@torch.no_grad()
+def average_gradients(params: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Average gradients over all replicas, in place. Each is summed over the axes along which its
+    parameter is replicated. The gradient of a parameter that is sharded over ``expert`` already
+    includes the tokens of the other ranks along that axis."""
+    for param in params:
+        if param.grad is not None and mesh.dense.size > 1:
+            group = mesh.replicas(shard_of(param))
+            if group.size > 1:
+                dist.all_reduce(param.grad, group=group.handle)
+            param.grad /= mesh.dense.size
 
 
 def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
@@ -190,7 +205,7 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
 
 
 def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, Tensor]:
-    """Make layers record a copy of their first output: hidden states, of the last one the loss."""
+    """Make layers record their first output, hidden states or the final loss, by layer index."""
     outputs: dict[int, Tensor] = {}
 
     def note(place: int, state: LayerState) -> None:
@@ -207,14 +222,14 @@ def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, T
 def first_difference(
     records: Sequence[GradientRecord], reference: GradientRecord, layers: Sequence[LayerSpec]
 ) -> Difference | None:
-    """Compare all copies of everything in the records of all global ranks."""
+    """Compare all ranks' records with the reference. Return the first difference, or None."""
     after_blocks = max((place + 2 for place, layer in enumerate(layers) if layer.block), default=0)
     divided = any(record.coordinates.get("context", (0, 1))[1] > 1 for record in records)
     for place, layer in enumerate(layers):
         if layer.once_per_stage:
-            continue  # it leaves hidden states alone, and does not run everywhere
+            continue  # such a layer changes no hidden states, and is not on all ranks
         if divided and after_blocks <= place < len(layers) - 1:
-            continue  # heads compute of a rank's part what counts, whose number differs
+            continue  # the positions for which a head computes logits differ between ranks
         expected = reference.outputs[place]
         allowed = BOUND * float(expected.abs().max())
         head = place == len(layers) - 1
@@ -225,7 +240,7 @@ def first_difference(
             if (output := record.outputs.get(place)) is None:
                 continue
             share = expected
-            if expected.dim() > 1:  # hidden states [B, S, H], which may be cut along S
+            if expected.dim() > 1:  # hidden states [B, S, H], possibly split along S
                 part, parts = record.coordinates.get("context", (0, 1))
                 share = Context(Group(tuple(range(parts)), part)).take(expected, 1)
             if output.shape != share.shape:
@@ -264,7 +279,7 @@ def _gradient_difference(
     if difference is not None:
         return difference
     for each in reference.gradients:
-        # Data-parallel ranks each have a whole model.
+        # Each data-parallel rank has a whole model, so elements may occur several times.
         shares = (g for record in records for g in record.gradients if g.owned)
         missing = each.values.numel() - sum(g.values.numel() for g in shares if g.name == each.name)
         if missing > 0:
@@ -278,8 +293,7 @@ def _first_off(
     ranks: Sequence[Iterable[Any]],
     off: Callable[[int, Any], float],
 ) -> Difference | None:
-    """Return the first parameter of ``bounds`` whose share on a rank is further off than
-    allowed."""
+    """Return the first parameter in ``bounds`` that exceeds its bound on a rank."""
     for name, allowed in bounds.items():
         for rank, shares in enumerate(ranks):
             for share in shares:
@@ -294,8 +308,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class SteppedSlice:
-    """One rank's slice of a parameter after the first step, flat; both tensors are padded with
-    zeros. The gradient is that before clipping, None where the optimizer has no moments."""
+    """One rank's slice of a parameter after the first step, flat and padded with zeros. The
+    gradient is before clipping, and None if the optimizer has no moments for the parameter."""
 
     name: str
     slice: Slice
@@ -303,7 +317,7 @@ class SteppedSlice:
     weight: Tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the same elements of a whole parameter with the padding of one process."""
+        """Return this slice of ``whole``, a parameter that is padded as on one process."""
         elements = self.slice.cut(whole.narrow(0, 0, self.slice.shape[0]))
         return F.pad(elements, (0, self.weight.numel() - elements.numel()))
 
@@ -311,7 +325,7 @@ class SteppedSlice:
 @dataclass(frozen=True)
 class WholeParameter:
     """A parameter of the reference: its gradient before clipping, its weight after the first step,
-    and the largest change of a weight in it."""
+    and the largest change of any element in that step."""
 
     gradient: Tensor
     weight: Tensor
@@ -319,7 +333,7 @@ class WholeParameter:
 
 
 def stepped_slices(engine: TrainEngine, norm: float) -> list[SteppedSlice]:
-    """Return this rank's slices right after the first step, whose gradient norm is ``norm``."""
+    """Return this rank's slices directly after the first step, whose gradient norm is ``norm``."""
     options = engine.config.optimizer
     unclip = _clipping(options, norm) / (1 - options.adam_beta1)
     slices = []
@@ -332,7 +346,7 @@ def stepped_slices(engine: TrainEngine, norm: float) -> list[SteppedSlice]:
 
 
 def first_step_of(training: PlainTraining) -> tuple[float, float, dict[str, WholeParameter]]:
-    """Take the first step of the reference; return loss, norm, and whole parameters by name."""
+    """Take the reference's first step. Return loss, gradient norm, and parameters by name."""
     before = {name: param.detach().clone() for name, param in training.params.items()}
     loss, norm = training.step()
     unclip = _clipping(training.options, norm)
@@ -352,7 +366,7 @@ def first_step_difference(
     ranks: Sequence[Sequence[SteppedSlice]], reference: dict[str, WholeParameter]
 ) -> Difference | None:
     """Return the first parameter, in the order of the backward pass, whose gradient differs on a
-    rank; if none does, whose new weights do."""
+    rank. If all gradients agree, return the first whose new weights differ."""
     difference = gradient_difference(ranks, reference)
     if difference is not None:
         return difference
@@ -375,8 +389,8 @@ def gradient_difference(
     bound: float = GRADIENT_BOUND,
     floor: float = 1e-3,
 ) -> Difference | None:
-    """Return the first parameter whose gradient differs by more than ``bound`` x the larger of its
-    largest value and ``floor`` x the model's."""
+    """Return the first parameter whose gradient differs by more than ``bound`` x the larger of the
+    parameter's largest gradient and ``floor`` x the model's largest gradient."""
     maxima = {name: float(w.gradient.abs().max()) for name, w in reversed(reference.items())}
     largest = max(maxima.values())
     bounds = {name: bound * max(own, floor * largest) for name, own in maxima.items()}

@@ -1,4 +1,4 @@
-"""Short names of layouts, and the flags that give them."""
+"""Short names of layouts, and the corresponding flags."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORDS: dict[str, tuple[str, Any]] = {
 
 
 def short_name(layout: Layout) -> str:
-    """The short name that :func:`parse_layout` reads, without values that have no token."""
+    """Return the short name that :func:`parse_layout` reads. Values without a token are omitted."""
     words = {value: word for word, value in WORDS.items()}
     tokens = [
         f"{SIZES[key]}{value}" if key in SIZES else words[key, value]
@@ -45,11 +45,11 @@ def short_name(layout: Layout) -> str:
 
 
 def parse_layout(name: str) -> Layout:
-    """The layout of a short name, such as ``tp2-sp-pp2-dp2-zero1-bf16``, supported or not. ``dpN``
-    counts all data-parallel ranks: ``ep2`` alone is ``ep2-dp2``, where each expert has one replica,
-    and ``ep2-dp4`` has two. ``cpN`` ranks divide each sequence, and communicate by p2p unless a
-    token says how; with a2a+p2p two neighbours exchange heads. Raises ConfigError if a token is
-    unknown, or repeats a value, or if the sizes of experts or of a context do not fit."""
+    """Return the layout with a short name such as ``tp2-sp-pp2-dp2-zero1-bf16``, supported or not.
+    ``dpN`` counts all data-parallel ranks: ``ep2`` alone is ``ep2-dp2``, where each expert has one
+    replica, and ``ep2-dp4`` has two. With ``cpN``, N ranks split each sequence and communicate by
+    p2p unless a token says otherwise; with a2a+p2p, pairs of ranks exchange heads. Raises
+    ConfigError if a token is unknown or repeated, or if expert or context sizes do not fit."""
     values: dict[str, Any] = {}
     sizes = {token: key for key, token in SIZES.items()}
     for token in name.split("-"):
@@ -82,7 +82,7 @@ def parse_layout(name: str) -> Layout:
 
 
 def _with_experts(layout: Layout, name: str, complete: bool) -> Layout:
-    """The layout with as many data-parallel ranks as the experts need, unless it is complete."""
+    """Return the layout with the data-parallel ranks that its experts need, unless ``complete``."""
     whole, tensor = layout.expert_tensor not in (None, layout.tensor), layout.tensor
     if not whole:
         layout = replace(layout, expert_tensor=None)
@@ -103,11 +103,11 @@ def _with_experts(layout: Layout, name: str, complete: bool) -> Layout:
 
 
 def flags_for(layout: Layout) -> list[str]:
-    """Return the flags of a layout, without defaults. The launcher sets the number of processes,
-    the DeepSpeed JSON the offloading, and batch sizes the number of micro batches."""
+    """Return a layout's flags, omitting defaults. The number of processes is set by the launcher,
+    offloading by the DeepSpeed JSON, and the number of micro batches by the batch sizes."""
     stated = _stated(layout)
     if layout.precision != "fp32":
-        stated["zero"] = layout.zero  # the default depends on the precision
+        stated["zero"] = layout.zero  # its default depends on the precision
     words = []
     for name, flag in VALUE_FLAGS.items():
         if name in stated:
@@ -134,9 +134,9 @@ def flags_for(layout: Layout) -> list[str]:
 
 
 def _stated(layout: Layout) -> dict[str, Any]:
-    """The values that must be given; the others are defaults or follow from them."""
+    """Return the values that must be given. The others are defaults or derived from these."""
     chunks = complete_schedule(layout.schedule, None)[1]
-    # Several stages without the name of a schedule would mean an interleaved one.
+    # Several stages without a schedule's name would mean an interleaved schedule.
     usual = Layout(schedule="1f1b" if layout.chunks == 1 else "", chunks=chunks)
     names = [field.name for field in fields(layout)]
     return {n: getattr(layout, n) for n in names if getattr(layout, n) != getattr(usual, n)}

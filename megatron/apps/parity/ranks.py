@@ -25,24 +25,23 @@ import torch.distributed as dist
 
 from megatron.util.processes import death
 
-GRACE_SECONDS = 3.0  # for the other ranks to end after one did, to find the one that failed first
+GRACE_SECONDS = 3.0  # time to wait for other ranks after one has ended, to find which failed first
 LAST_LINES = 10
 _LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|DistNetworkError")
 
 
 class RankError(RuntimeError):
-    """A process died; the message names its rank, exit status and last lines of output."""
+    """Raised if a rank's process died. Contains the rank, exit status and last lines of output."""
 
 
 class Ranks:
-    """Processes that run a generator function of a module and return the values that it yields.
-    Each is a new interpreter on this machine's CPU, which imports the main module; leaving the
-    context, or the end of the process that started them, ends them. Their output is kept for
-    :class:`RankError`."""
+    """Processes that run a generator function and return the values that it yields. Each is a new
+    interpreter on this machine's CPU, which imports the main module. The processes end with the
+    context or with the process that started them. Their output is kept for :class:`RankError`."""
 
     def __init__(self, size: int, function: Callable[..., Iterable[Any]], *args: Any) -> None:
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
-        # The store listens before any rank starts, so no other program can take its port.
+        # The store listens before any rank starts, so that no other program can take its port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         try:
@@ -56,13 +55,12 @@ class Ranks:
                 with environment(rank_environment(rank, size, self._store.port) | cpu):
                     log = Path(self._logs.name) / f"{rank}.log"
                     self._workers.append(_start(rank, log, function, args))
-        except BaseException:  # an interrupt too must leave no processes
+        except BaseException:  # including an interrupt, which must leave no processes behind
             self.close()
             raise
 
     def results(self) -> list[Any]:
-        """Return the next value that the function yields on each rank. Raises RankError if a
-        process ended instead."""
+        """Return each rank's next value, in rank order. Raises RankError if a process has ended."""
         values: dict[int, Any] = {}
         pending: dict[Any, _Worker] = {worker.pipe: worker for worker in self._workers}
         while pending:
@@ -75,7 +73,8 @@ class Ranks:
         return [values[rank] for rank in range(len(self._workers))]
 
     def _who_died(self, first: _Worker) -> str:
-        """Ranks die after losing a peer: such a rank is named only if there is no other."""
+        """Describe the rank that failed first. Ranks that ended only because another rank had gone
+        are chosen last."""
         for worker in self._workers:
             worker.process.join(GRACE_SECONDS if worker is first else GRACE_SECONDS / 4)
         ended = [worker for worker in self._workers if worker.process.exitcode is not None]
@@ -109,14 +108,14 @@ class _Worker:
         return [line for line in lines if line.strip()][-LAST_LINES:]
 
     def lost_peer(self) -> bool:
-        """Return True if it seems to have died because another rank did."""
+        """Return whether this rank seems to have died because another rank did."""
         code = self.process.exitcode
         return (
             code is not None and code >= 0 and bool(_LOST_PEER.search("".join(self._last_lines())))
         )
 
     def end(self) -> str:
-        """Return how it ended, and its last lines."""
+        """Return how the process ended, with its last lines of output, for a message."""
         lines = self._last_lines()
         return f"{death(self.process.exitcode)}; its last lines:\n" + "\n".join(
             f"    {line}" for line in lines or ["(none)"]
@@ -127,7 +126,7 @@ def _start(rank: int, log: Path, function: Callable[..., Any], args: Any) -> _Wo
     context = mp.get_context("spawn")
     pipe, far_end = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(far_end, log, function, args), daemon=True)
-    # Python starts its tracker with the first process, and unblocks Ctrl-C when it has.
+    # Start Python's resource tracker before SIGINT is blocked: starting it would unblock SIGINT.
     resource_tracker.ensure_running()
     with interrupts_held():
         process.start()
@@ -137,13 +136,13 @@ def _start(rank: int, log: Path, function: Callable[..., Any], args: Any) -> _Wo
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block. Processes started in it inherit the blocked
-    signal, so that it does not interrupt an interpreter that is still starting; this process, which
-    ends them, is interrupted when they have all that they are started with."""
+    """Delay Ctrl-C until the end of the block. Processes started in the block inherit the blocked
+    signal, so that it does not interrupt a starting interpreter. This process, which ends them, is
+    interrupted after they have received all their arguments."""
     in_main = threading.current_thread() is threading.main_thread()
     held: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    # Another thread may receive it, and Python's handler runs in the main thread all the same.
+    # Another thread may receive the signal, but Python always runs its handler in the main thread.
     handler = (
         signal.signal(signal.SIGINT, lambda number, _: held.append(number)) if in_main else None
     )
@@ -159,7 +158,7 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables while the block runs; processes started in it keep them."""
+    """Set environment variables in this context. Processes started in it keep the values."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -170,8 +169,8 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank on one machine, with a store at ``port``
-    of another process."""
+    """Return torchrun's environment variables for a rank on one machine whose store is on
+    ``port``."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -195,12 +194,12 @@ def _work(pipe: Connection, log: Path, function: Callable[..., Any], args: Any) 
     try:
         for result in function(*args):
             pipe.send_bytes(pickle.dumps(result))
-    except BaseException:  # for any error, the process ends below, by os._exit
+    except BaseException:  # any error; the process ends below
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # gloo's threads can abort an interpreter during finalisation.
+    # Skip Python's finalisation, during which gloo's threads can abort the process.
     os._exit(status)
 
 

@@ -34,13 +34,13 @@ from megatron.training.build import build_trainer
 from megatron.training.plan import TrainingPlan
 from megatron.training.trainer import Callback, Step, Trainer
 
-ORDERS = 5  # runs of one process with other orders of summation, to measure the effect of rounding
+ORDERS = 5  # runs of one process in other summation orders, to measure rounding
 
 
 @dataclass
 class RunRecord:
-    """A run as one rank saw it: loss, gradient norm and loss scale of every step, whether it was
-    skipped, and slices of weights and moments at the end by ``name/kind/start``."""
+    """A run as seen by one rank: each step's loss, gradient norm, loss scale and whether it was
+    skipped, and the final slices of weights and moments by ``name/kind/start``."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class RunRecord:
     iteration: int = 0
 
     def add(self, result: StepResult) -> None:
-        """Records a step."""
+        """Record the result of a step."""
         self.losses.append(float(result.loss))
         self.norms.append(float(result.grad_norm))
         self.scales.append(result.loss_scale)
@@ -58,7 +58,7 @@ class RunRecord:
 
 
 def train(argv: Sequence[str]) -> RunRecord:
-    """Train with these flags; every process of the layout calls this."""
+    """Train with these flags. Collective: all processes of the layout must call this."""
     run = parse_run(None, argv)
     record = RunRecord()
     with deterministic_kernels(run.config), distributed(run.config.parallel) as mesh:
@@ -74,7 +74,7 @@ def train(argv: Sequence[str]) -> RunRecord:
 
 
 def watched_trainer(run: Run, mesh: Mesh, watch: Callable[[StepResult], None]) -> Trainer:
-    """Return a trainer that passes the result of every step to ``watch``, right after the step."""
+    """Return a trainer that calls ``watch`` with the result of every step directly after it."""
 
     class Watching(Callback):
         def after_step(self, trainer: Trainer, step: Step) -> None:
@@ -86,8 +86,8 @@ def watched_trainer(run: Run, mesh: Mesh, watch: Callable[[StepResult], None]) -
 def teaching(
     config: RunConfig, mesh: Mesh, dtype: torch.dtype
 ) -> Callable[[Iterator[Any], int], Iterator[Any]]:
-    """Return a function that adds the outputs of a run's teacher, if it has one, to a number of
-    micro batches; it computes in ``dtype``."""
+    """Return a function that adds the teacher's outputs to ``count`` micro batches. The teacher
+    computes in ``dtype``. Without a teacher, the function returns its micro batches unchanged."""
     if not config.section(DistillationConfig).kd:
         return lambda batches, count: batches
     teacher = find_teacher(config).start(mesh, training_device())
@@ -96,9 +96,9 @@ def teaching(
 
 
 class PlainTraining:
-    """The same training without DeepSpeed: one process, torch's optimizer, a loop. Micro batches of
-    a step are summed in ``order``; ``init`` replaces the model's initialisation. ``params`` are the
-    trained parameters, with the clipped gradients of the last step."""
+    """The same training without DeepSpeed: one process, torch's optimizer, a loop. The gradients of
+    micro batches are summed in ``order``, and ``init`` replaces the model's initialisation.
+    ``params`` are the trained parameters, with the clipped gradients of the last step."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class PlainTraining:
         self.model = LayerStack(self.spec.layers(TensorParallel()), run.config.parallel)
         self.params = dict(self.model.canonical_parameters())
         if init is not None:
-            self.model.to(dtype)  # before: the values are drawn in that precision
+            self.model.to(dtype)  # initialise in this dtype
         for name, param in self.params.items():
             if init is not None:
                 param.init = init  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ class PlainTraining:
         self._iteration = self._consumed = 0
 
     def accumulate(self) -> float:
-        """Compute the gradients of a step; return its loss."""
+        """Compute the gradients of one step and return its loss."""
         plan = self._plan
         begin_step(self.model.layers, self._iteration)
         count = plan.batch_size.micro_batches(self._consumed)
@@ -159,14 +159,14 @@ class PlainTraining:
         return sum(losses) / count
 
     def step(self) -> tuple[float, float]:
-        """Update the weights once; return the loss, and the gradient norm before clipping."""
+        """Update the weights once. Return the loss, and the gradient norm before clipping."""
         plan = self._plan
         set_rates(self._optimizer, *plan.rates(self._iteration, self._consumed))
         self._optimizer.zero_grad()
         loss = self.accumulate()
         params = list(self.params.values())
-        grads = [param.grad for param in params if param.grad is not None]  # frozen: None
-        # In float32 the norm of a large vocabulary's gradient alone would be off by 1e-5.
+        grads = [param.grad for param in params if param.grad is not None]  # None if frozen
+        # In float32, a large vocabulary alone would cause an error of 1e-5 in the norm.
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         torch.nn.utils.clip_grads_with_norm_(params, self.options.clip_grad or math.inf, norm)
@@ -179,7 +179,7 @@ class PlainTraining:
 def _plain_optimizer(
     params: Mapping[str, nn.Parameter], config: RunConfig
 ) -> torch.optim.Optimizer:
-    """One group for each parameter."""
+    """Return torch's optimizer, with one parameter group per parameter."""
     options = config.optimizer
     factors = factors_of({param: name for name, param in params.items()}, config)
     groups = [
@@ -210,7 +210,7 @@ def train_plainly(
     order: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> RunRecord:
-    """All steps of a :class:`PlainTraining`."""
+    """Run all steps of :class:`PlainTraining`. Return its losses and gradient norms only."""
     training, record = PlainTraining(argv, order, dtype), RunRecord()
     for _ in range(training.steps):
         loss, norm = training.step()
@@ -221,8 +221,8 @@ def train_plainly(
 
 @dataclass(frozen=True)
 class Drift:
-    """Distance of runs from the reference in each step, the largest of several runs: differences of
-    the loss, absolute, and of the gradient norm, relative."""
+    """Difference between runs and a reference in each step, as the maximum over the runs: absolute
+    for the loss, relative for the gradient norm."""
 
     losses: np.ndarray
     norms: np.ndarray
@@ -236,8 +236,8 @@ class Drift:
         )
 
     def within(self, noise: Drift, reference: RunRecord) -> bool:
-        """Return True if rounding explains it: 1e-6 relative at the first step, then 4 x the
-        noise."""
+        """Return whether rounding explains this drift. It may be 1e-6 relative in the first step,
+        and 4 x the noise in any step."""
         return bool(
             self.losses[0] <= 1e-6 * abs(reference.losses[0])
             and self.norms[0] <= 1e-6
@@ -247,10 +247,11 @@ class Drift:
 
 
 def rounding_noise(argv: Sequence[str], reference: RunRecord) -> Drift:
-    """Return the effect of rounding on one process: its distance from runs with other orders of the
-    micro batches or from a run in float64, whichever is more; at least float32's resolution. One or
-    two micro batches have a single order, and a layout also cuts matrix products, hence the run in
-    float64; it changes more sums than these runs do, hence the factor of :meth:`Drift.within`."""
+    """Measure the effect of rounding on one process. It is the largest distance to runs that sum
+    the micro batches in other orders and to a run in float64, but at least float32's resolution.
+    The float64 run is needed because one or two micro batches have a single order, and because a
+    layout also splits GEMMs. A layout changes more sums than these runs do, hence the factor in
+    :meth:`Drift.within`."""
     plan = TrainingPlan(parse_run(None, argv).config)
     count = plan.global_batch_size // plan.micro_batch_size
     shuffle = random.Random(1)

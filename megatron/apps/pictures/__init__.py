@@ -1,1 +1,1 @@
-"""Pictures and tables of the metrics of runs."""
+"""Plots and tables of runs' metrics."""

@@ -1,6 +1,6 @@
-"""A picture of how a run used its experts, from its JSON-lines metrics.
+"""Plot of the load of a run's experts, from the JSON-lines metrics.
 
-Shapes: R rows of metrics of a layer, E experts.
+Shapes: R rows of metrics for a layer, E experts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _MOST_LAYERS = 8
 
 
 class LayerLoads(NamedTuple):
-    """The use of one layer's experts over a run.
+    """Loads of one layer's experts over a run.
 
     Attributes:
-        tokens: consumed at each row of the metrics, [R].
-        loads_ER: tokens of an expert over the mean of the layer's experts; 1 at perfect balance.
+        tokens: number of consumed tokens at each row of the metrics, [R].
+        loads_ER: each expert's tokens divided by the layer's mean. 1 is perfect balance.
     """
 
     tokens: list[float]
@@ -31,8 +31,8 @@ class LayerLoads(NamedTuple):
 
 
 def read_loads(metrics_jsonl: str | os.PathLike[str]) -> dict[int, LayerLoads]:
-    """The loads of each layer with experts. Raises FileNotFoundError if the file does not exist,
-    and ValueError if it is broken or of a run without experts."""
+    """Read the loads of each layer with experts. Raises FileNotFoundError if the file does not
+    exist, or ValueError if it is malformed or from a run without experts."""
     rows: dict[int, list[Mapping[str, float]]] = {}
     for row in read_metrics(metrics_jsonl):
         if row["kind"] == _KIND:
@@ -55,10 +55,11 @@ def plot_loads(
     *,
     title: str | None = None,
 ) -> None:
-    """Draws the load of every expert over consumed tokens, a panel for each layer, at most eight of
-    them, evenly spaced. White is the mean, blue less, red more; the colours end at a quarter and
-    four times the mean. Replaces ``output_png``. Raises the errors of :func:`read_loads`."""
-    # Imported late: it takes seconds.
+    """Plot every expert's load over consumed tokens, with one panel per layer, for at most eight
+    evenly spaced layers. White is the mean, blue less, red more; colours are clipped at a
+    quarter and four times the mean. Replaces ``output_png``. Raises the same errors as
+    :func:`read_loads`."""
+    # Imported here, because the import takes seconds.
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -1,4 +1,4 @@
-"""Pictures of scores over length and depth, and of the loss by position."""
+"""Plots of scores by context length and depth, and of the loss by position."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from megatron.apps.pictures.plots import decorate, save_picture
 
 Grid = dict[str, dict[str, float]]
-"""Scores by length and depth in percent, both as texts; "all" are documents of every depth."""
+"""Scores by context length in tokens and depth in percent. Both keys are strings. The depth "all"
+is the mean over all documents."""
 LOSS = "loss_by_position"
 _COLUMNS = 3
 
@@ -17,9 +18,9 @@ _COLUMNS = 3
 def scores_by_length(
     results: Mapping[str, Mapping[str, Any]], samples: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """The mean scores of the tasks of length in lm-eval's results and samples: ``scores``, a
-    :data:`Grid` for each task, and ``loss``, nats per token by the last position of a range; empty
-    without such tasks."""
+    """Return the mean scores of the long-context tasks in lm-eval's results and samples:
+    ``scores``, a :data:`Grid` for each task, and ``loss``, nats per token by the end of each range
+    of positions. Keys without values are left out."""
     scores: dict[str, Grid] = {}
     for task, rows in samples.items():
         by_place: dict[tuple[str, str], list[float]] = {}
@@ -54,10 +55,10 @@ def draw_lengths(
     *,
     title: str | None = None,
 ) -> None:
-    """Draws what :func:`scores_by_length` returns: a panel of colours over length and depth for
-    each task that has depths, one of curves over the length for the others, and one of the loss.
+    """Plot the result of :func:`scores_by_length`: a heat map over length and depth for each task
+    with depths, one panel of curves over length for the other tasks, and one panel of the loss.
     Replaces ``output_png``."""
-    # Imported late: it takes seconds.
+    # Imported here, because the import takes seconds.
     from matplotlib.figure import Figure
 
     scores: Mapping[str, Grid] = by_length.get("scores", {})
@@ -87,7 +88,8 @@ def draw_lengths(
 
 
 def draw_grid(axes: Any, title: str, grid: Grid) -> Any:
-    """Draws scores in colours, lengths to the right and depths down; returns the image."""
+    """Draw a heat map of scores, with lengths from left to right and depths from top to bottom.
+    Return the matplotlib image."""
     lengths = list(grid)
     depths = sorted({d for row in grid.values() for d in row if d != "all"}, key=float)
     table = [[grid[n].get(depth, float("nan")) for n in lengths] for depth in depths]
@@ -113,7 +115,7 @@ def _draw_curves(axes: Any, scores: Mapping[str, Grid]) -> None:
 
 
 def draw_loss(axes: Any, losses: Mapping[str, Mapping[str, float]]) -> None:
-    """Draws curves of the loss over the last position of each range, by their labels."""
+    """Draw curves of the loss over positions, one per label. A point is at the end of its range."""
     for label, loss in losses.items():
         axes.plot([int(end) for end in loss], list(loss.values()), marker="o", label=label)
     decorate(axes)
@@ -128,6 +130,6 @@ def draw_loss(axes: Any, losses: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def shown_length(length: int | str) -> str:
-    """4096 as 4k."""
+    """Format a number of tokens, for example 4096 as 4k."""
     count = int(length)
     return f"{count // 1024}k" if count >= 1024 and count % 1024 == 0 else str(count)

@@ -1,4 +1,4 @@
-"""A picture of a run from its JSON-lines metrics, and what all pictures of curves share."""
+"""Plot of a run from its JSON-lines metrics, and helpers for plots of curves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.training.writers import Rows, read_metrics
 from megatron.util.files import write_whole
 
 Points = tuple[list[float], list[float]]
-"""Consumed tokens and values; NaN is a gap in the line."""
+"""Consumed tokens, and values. NaN leaves a gap in the line."""
 _VALIDATION_COLOURS = ("#c8442f", "#e08a3c", "#8c3b6f", "#6b6b1e", "#444444") * 9
 _TASK_COLOURS = ("#7b4fa3", "#c77f1a", "#2a8f8f", "#b0426a", "#4f6f2f", "#555555") * 9
 
@@ -26,12 +26,12 @@ def plot_loss(
     unigram_entropy: float | None = None,
     title: str | None = None,
 ) -> None:
-    """Draws training and validation loss over consumed tokens, with the resumes marked;
-    ``unigram_entropy``, in nats per token, is a horizontal line. What the tasks of a run measured
-    (``--eval-tasks``) is drawn below, a panel for each metric. Replaces ``output_png``. Raises
-    FileNotFoundError if ``metrics_jsonl`` does not exist. Raises ValueError if it is broken or has
+    """Plot training and validation loss over consumed tokens, with resumes marked.
+    ``unigram_entropy``, in nats per token, is a horizontal line. Metrics of tasks
+    (``--eval-tasks``) are plotted below, with one panel per metric. Replaces ``output_png``. Raises
+    FileNotFoundError if ``metrics_jsonl`` does not exist, or ValueError if it is malformed or has
     no training steps."""
-    # Figure rather than pyplot: no window system, no global state. Imported late: it takes seconds.
+    # Figure rather than pyplot: no window system, no global state. The import takes seconds.
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -82,14 +82,14 @@ def plot_loss(
 
 
 def decorate(axes: Any) -> None:
-    """A grid behind the curves, and no frame above and to the right of them."""
+    """Draw a grid behind the curves, and remove the frame at the top and right."""
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def save_picture(figure: Any, output_png: str | os.PathLike[str]) -> None:
-    """Writes or replaces a PNG file, and makes its folder."""
+    """Write or replace a PNG file atomically, and create its folder."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     output = Path(output_png)
@@ -98,22 +98,22 @@ def save_picture(figure: Any, output_png: str | os.PathLike[str]) -> None:
 
 
 def points(rows: Rows, kind: str, name: str) -> Points:
-    """Return the values of a name in all rows of a kind that contain it; null becomes NaN."""
+    """Return a metric's values in all rows of a kind that contain it. null becomes NaN."""
     chosen = [row for row in rows if row["kind"] == kind and name in row]
     values = [math.nan if row[name] is None else float(row[name]) for row in chosen]
     return [float(row["consumed_tokens"]) for row in chosen], values
 
 
 def validation_losses(rows: Rows) -> dict[str, Points]:
-    """The validation losses by kind, ``validation`` followed by the name of the data set where
-    there are several."""
+    """Return the validation losses by kind. A kind is ``validation``, followed by the name of the
+    dataset if there are several."""
     kinds = dict.fromkeys(row["kind"] for row in rows)
     curves = {k: points(rows, k, "loss") for k in kinds if k.partition(" ")[0] == "validation"}
     return {kind: curve for kind, curve in curves.items() if curve[0]}
 
 
 def task_metrics(rows: Rows) -> dict[str, dict[str, Points]]:
-    """Return the metrics of a run's tasks: curves by metric and task, bits per byte first."""
+    """Return the metrics of a run's tasks as curves by metric and task, bits per byte first."""
     names: dict[str, dict[str, None]] = {}
     for row in rows:
         kind, _, task = row["kind"].partition(" ")
@@ -128,8 +128,8 @@ def task_metrics(rows: Rows) -> dict[str, dict[str, Points]]:
 
 
 def shown_metrics(names: Iterable[str]) -> list[str]:
-    """The metrics of a task that pictures show: without ratios, which depend on the text alone, and
-    without loss and perplexity next to bits per byte, which say the same."""
+    """Return the metrics of a task that are plotted. Ratios are omitted, because they depend on the
+    text alone. Loss and perplexity are omitted if there are bits per byte, which are equivalent."""
     names = [name for name in names if not name.endswith("ratio")]
     said = ("loss", "perplexity") if "bits_per_byte" in names else ()
     return [name for name in names if not name.endswith(said)]

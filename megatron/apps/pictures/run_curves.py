@@ -1,5 +1,5 @@
-"""Curves of several runs, from their TensorBoard events or JSON-lines metrics: a table for each and
-one picture."""
+"""Curves of several runs, from TensorBoard events or JSON-lines metrics: a table for each run, and
+one plot."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _LAYOUT = re.compile(r"tp_?(\d+).*?pp_?(\d+).*?dp_?(\d+).*?sp_?(\d+)")
 
 @dataclass(frozen=True)
 class RunCurve:
-    """One scalar of one run, by step or another clock; ``name`` is its layout, such as
-    ``tp2_pp2_dp1_sp1``, where the folder's name has one."""
+    """One scalar of one run, by step or by another clock. ``name`` is the layout if the run's
+    folder name contains one, such as ``tp2_pp2_dp1_sp1``."""
 
     name: str
     steps: Sequence[float]
     values: Sequence[float]
 
     def by_step(self) -> dict[float, float]:
-        """The values by step."""
+        """Return the values, keyed by step."""
         return dict(zip(self.steps, self.values, strict=True))
 
 
 def read_curves(folder: str | os.PathLike[str], tag: str) -> list[RunCurve]:
-    """The scalar ``tag`` of every run below ``folder``, in the order of their first steps. For a
-    run without it the tag with the same last part is used: ``lm loss`` for ``lm-loss-training/lm
-    loss``. Raises ValueError if no run has it."""
-    # Imported late: it takes seconds.
+    """Read the scalar ``tag`` of every run below ``folder``, in the order of their first steps. If
+    a run lacks it, a tag with the same last component is used: ``lm loss`` for
+    ``lm-loss-training/lm loss``. Raises ValueError if no run has such a scalar."""
+    # Imported here, because the import takes seconds.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     runs, seen = [], set()
@@ -75,7 +75,7 @@ def _name(path: Path) -> str:
 
 
 def write_csv(curve: RunCurve, output: str | os.PathLike[str]) -> None:
-    """Writes index, step and value, as pandas would write a table with these two columns."""
+    """Write a curve as CSV with columns for index, step and value, like a pandas table."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["", "step", "value"])
@@ -85,9 +85,9 @@ def write_csv(curve: RunCurve, output: str | os.PathLike[str]) -> None:
 
 
 def read_tables(folder: str | os.PathLike[str], prefix: str) -> list[RunCurve]:
-    """The tables of ``write_csv`` in a folder whose names are ``prefix``, the run's name and
-    ``.csv``, in the order of their first steps. Raises ValueError if the folder has no such file,
-    or naming the line of a file that is not such a table."""
+    """Read the tables that ``write_csv`` has written in a folder, in the order of their first
+    steps. File names consist of ``prefix``, the run's name and ``.csv``. Raises ValueError if there
+    is no such file, or a file is not such a table. The message gives the line."""
     curves = []
     for path in sorted(Path(folder).glob(f"{prefix}*.csv")):
         with path.open(newline="") as file:
@@ -110,7 +110,7 @@ def read_tables(folder: str | os.PathLike[str], prefix: str) -> list[RunCurve]:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves with a vertical axis in common; without ``labels`` the legend has their names and last
+    """Curves that share a vertical axis. Without ``labels``, the legend shows their names and last
     values."""
 
     y: str
@@ -121,7 +121,7 @@ class Panel:
 def plot_curves(
     curves: Sequence[RunCurve], output_png: str | os.PathLike[str], title: str, x: str, y: str
 ) -> None:
-    """Draws the curves over each other, the first one widest, so that equal ones are all seen."""
+    """Plot the curves in one panel. The first is widest, so that equal curves remain visible."""
     labels = [f"{c.name}, steps {c.steps[0]} to {c.steps[-1]}" for c in curves]
     draw_panels([Panel(y, curves, labels)], output_png, x, title, first_widest=len(curves) > 1)
 
@@ -133,8 +133,8 @@ def draw_panels(
     title: str | None = None,
     first_widest: bool = False,
 ) -> None:
-    """Draws panels below each other over one horizontal axis, and makes the picture's folder;
-    ``first_widest`` draws the first curve of each wide and pale."""
+    """Plot panels stacked vertically, with a common horizontal axis, to a PNG file.
+    ``first_widest`` draws the first curve of each panel wide and pale."""
     # Figure rather than pyplot: no window system, no global state.
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -167,9 +167,9 @@ def draw_panels(
 
 
 def read_evaluations(runs: Mapping[str, str | os.PathLike[str]]) -> list[Panel]:
-    """Return the evaluations of runs, by the paths of their JSON-lines metrics: validation losses
-    and the metrics of tasks over consumed tokens, a panel for each. Raises FileNotFoundError;
-    ValueError if a file is broken, or has no evaluations."""
+    """Return panels with the evaluations of runs: validation losses and task metrics over consumed
+    tokens. ``runs`` maps names to the paths of JSON-lines metrics. Raises FileNotFoundError if a
+    file does not exist, or ValueError if it is malformed or has no evaluations."""
     panels: dict[str, list[RunCurve]] = {}
     for name, path in runs.items():
         curves = list(_evaluations(read_metrics(path)))

@@ -1,1 +1,2 @@
-"""Memory, communication and time of a layout, and a search for the cheapest one."""
+"""Planner: estimates the memory, communication and step time of a layout, and searches for the
+fastest one."""

@@ -1,11 +1,13 @@
-"""Activations of a rank, in bytes: what a micro batch keeps for its backward pass.
+"""Activation memory of a rank, in bytes: all that a micro batch keeps for its backward pass.
 
-They follow Korthikanti et al. 2022 (arXiv:2205.05198): a block of GPT-2's shape keeps ``s b h (34 +
-5 a s / h)`` bytes of 16-bit activations with dropout (equation 1), ``10 + 24 / t`` of the 34 with
-tensor parallelism (equation 2) and ``34 / t`` with sequence parallelism (equation 4). They are
-counted tensor by tensor, which covers other shapes. Only the eager attention kernel has the term in
-s^2: flash kernels keep their output and one number per query (Dao et al. 2022, arXiv:2205.14135).
-That compiled blocks keep less, and ``--activation-memory-budget`` still less, is not counted.
+The estimates follow Korthikanti et al. 2022 (arXiv:2205.05198). With s sequence length, b micro
+batch size, h hidden size, a heads and t tensor-parallel ranks, a block of GPT-2's architecture
+keeps 16-bit activations of ``s b h (34 + 5 a s / h)`` bytes with dropout (equation 1). Tensor
+parallelism replaces the 34 by ``10 + 24 / t`` (equation 2), sequence parallelism by ``34 / t``
+(equation 4). This module counts bytes tensor by tensor, which also covers other architectures. Only
+the eager attention kernel has the term in s^2: flash kernels keep their output and one number per
+query (Dao et al. 2022, arXiv:2205.14135). Savings by compiled blocks and
+``--activation-memory-budget`` are not included.
 """
 
 from __future__ import annotations
@@ -39,33 +41,34 @@ from megatron.model.attention_masks import narrows
 from megatron.parallel.cross_entropy import logits_chunk
 
 WHOLE = LongContextConfig()
-"""Sequences that are computed as a whole, with all activations on the device."""
+"""No memory savings for long sequences: nothing is chunked, tiled or offloaded."""
 
 MLP_WIDTHS = {
     "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
     "geglu_erf": 4, "quick_geglu": 5, "squared_reglu": 5, "xielu": 6,
 }  # fmt: skip
-"""Inner widths that an MLP keeps, by activation: its input and output; of a ReLU the output only;
-of a gated MLP gate, up, activated gate and their product, and the sigmoid of quick_geglu; of xIELU
-both branches and what they are products of."""
+"""Number of FFN-sized tensors that an MLP keeps for its backward pass, by activation function.
+These are the function's input and output, or only the output for ReLU. Gated MLPs keep gate, up
+projection, activated gate and their product; quick_geglu also keeps the sigmoid. xIELU keeps both
+branches and factors."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a micro batch keeps for its backward pass on one rank, in a block with certain
-    sequences and in the layers around such blocks.
+    """Bytes that a micro batch keeps for its backward pass on one rank: for a block with given
+    sequence lengths, and for the layers before and after the blocks.
 
     Attributes:
-        block: one block, computed in 8 bits where the layout is.
-        float8: the part of it that 8 bits add, mostly less than 0.
-        recomputed: one block while it is computed again; 0 without full recomputation.
-        masks: attention masks and the input of cross-attention, which the blocks of a rank share.
-        head: final norm, and the gradients of the head, which are computed with the loss.
-        loss: a chunk of logits, while the loss is computed.
-        hidden: the tensors that are sent from one stage to the next.
-        working: what the backward pass of a block has besides, where sequences are divided or
-            computed in parts: gradients, one tile of an MLP, blocks of keys on their way.
-        chunks: what attention of a block in chunks has in host memory until its backward pass.
+        block: one block, in FP8 if the layout uses it.
+        float8: change of ``block`` due to FP8, mostly negative.
+        recomputed: one block during its recomputation. 0 without full recomputation.
+        masks: attention masks and the input of cross-attention, which a rank's blocks share.
+        head: final norm, and the gradients of the output head, which are computed with the loss.
+        loss: one chunk of logits, while the loss is computed.
+        hidden: tensors sent from one pipeline stage to the next.
+        working: temporary memory of a block's backward pass if sequences are split or tiled:
+          gradients, one tile of an MLP, key blocks in transit.
+        chunks: host memory of a block's chunked attention until its backward pass.
     """
 
     block: float
@@ -82,15 +85,15 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Numbers from which the tensors of a micro batch are counted.
+    """Sizes from which the bytes of a micro batch's tensors are computed.
 
     Attributes:
-        element: bytes of an element; ``residual`` in the residual stream, ``source`` in a norm's
-            input.
-        statistics: bytes per token that a norm keeps with its input.
-        mask: bytes of a dropout mask per token.
-        tokens: of the block's own sequences, ``others`` of those that its cross-attention reads;
-            ``slices`` ranks share them outside the matrices.
+        element: bytes per element. ``residual`` is for the residual stream, ``source`` for the
+          input of a norm.
+        statistics: bytes per token that a norm keeps in addition to its input.
+        mask: bytes per token of a dropout mask.
+        tokens: number of tokens in the block's own sequences. ``others`` is the number that its
+          cross-attention reads. Outside GEMMs, ``slices`` ranks share the tokens.
     """
 
     element: int
@@ -113,7 +116,7 @@ class _Sizes:
         return cls(
             element=element,
             residual=residual,
-            # A norm weight plus 1 is applied in float32, to a copy of the input.
+            # A norm whose weight is stored minus 1 is applied in float32, to a copy of its input.
             source=4 if model.norm.apply_layernorm_1p else residual,
             statistics=4 * model.norm.traits.statistics,
             mask=model.hidden_size if model.hidden_dropout else 0,
@@ -124,7 +127,7 @@ class _Sizes:
 
     @property
     def outside(self) -> float:
-        """Tokens of this rank outside the matrices."""
+        """Tokens per rank outside GEMMs."""
         return self.tokens / self.slices
 
     def norm(self, hidden: int) -> int:
@@ -140,8 +143,8 @@ def activation_bytes(
     lengths: BlockLengths | None = None,
     saving: LongContextConfig = WHOLE,
 ) -> Activations:
-    """Return the bytes of a block with these ``lengths``, by default the model's first on a rank;
-    ``saving``: what computes sequences in parts."""
+    """Return the bytes for a block with the given sequence lengths, by default the first block on
+    the rank. ``saving`` has the options that save memory for long sequences."""
     lengths = lengths or block_lengths(model, layout)[0]
     sizes, hidden = _Sizes.of(model, layout, micro_batch, lengths), model.hidden_size
     whole = float8 = kernel = 0.0
@@ -166,18 +169,20 @@ def activation_bytes(
     ids = 8 * (sizes.tokens + (lengths.own if learned else 0))
     full = layout.recompute in ("uniform", "block")
     between = sizes.outside * sizes.residual * hidden
-    # The other sequence is read by all blocks; the one with blocks inside makes it of as much.
+    # All blocks read the encoder's sequence. A block with inner blocks computes it from an input of
+    # equal size.
     read = sizes.others / sizes.slices * sizes.residual * hidden
     entering = between + read * bool(lengths.inside)
     kept = entering if full else whole - kernel * (layout.recompute == "selective")
     norm = sizes.norm(hidden)
-    # Gradients of several chunks are added up in float32.
+    # Gradients of several chunks are accumulated in float32.
     head = (
         sizes.outside * norm
         + outputs * sizes.element * hidden * (1 + family_of(model.family).head_states)
         + vocab * hidden * (sizes.element if chunk == logits else 4)
     )
-    # Each further token has a head, embeddings next to hidden states, and norms of both.
+    # Each further predicted token has a head, an embedding next to the hidden states, and norms of
+    # both.
     merged = sizes.outside * (2 * norm + 4 * sizes.element * hidden)
     return Activations(
         block=kept,
@@ -196,25 +201,24 @@ def activation_bytes(
 def _block_bytes(
     model: ModelConfig, layout: Layout, sizes: _Sizes, kernel: float, saving: LongContextConfig
 ) -> tuple[float, float]:
-    """Return the bytes of a block with its attention kernels, and the part of them that 8 bits
-    add."""
+    """Return the bytes of a block including attention kernels, and how many of them FP8 adds."""
     share, hidden = local_widths(model, layout.tensor), model.hidden_size
     size, tokens, cross = sizes.element, sizes.tokens, sizes.others > 0
     qk_norm = model.norm.qk_layernorm
-    # Where keys and values are repeated, and queries and keys rotated, the QKV output is not kept.
+    # If keys and values are repeated, and queries and keys are rotated, the QKV output is not kept.
     repeated = _all_scores(model) and share.query > share.kv
     rope = model.positions.position_embedding_type == "rope"
     needless = repeated and rope and not qk_norm and layout.recompute is None
-    # Nor are queries that are projected apart and rotated.
+    # Rotated queries from a separate projection are not kept either.
     alone = share.alone if rope and not qk_norm and not needless else 0.0
     qkv = share.kv if needless else share.query - alone + share.kv + share.values
-    # Queries and keys that are normalised or rotated are new tensors; the values still keep the
-    # whole QKV output.
+    # Normalised or rotated queries and keys are new tensors, while the values keep the whole QKV
+    # output alive.
     changed = share.query + share.kv if rope or qk_norm else 0
     mlp = 0.0 if saving.tiles else share.ffn * mlp_widths(model, layout.mlp_act)
     attention: float = qkv + changed + share.query
     if model.part(GlobalHeadsConfig).value_norm:
-        # Normalised values, and what they were in float32 where that is another tensor.
+        # Normalised values, and their float32 inputs if those are separate tensors.
         attention += share.kv * (1 if size == 4 else 1 + 4 / size)
     if layout.context > 1:
         attention = sum(
@@ -228,9 +232,9 @@ def _block_bytes(
         attention, latents = kept_numbers(model, layout.tensor, selective)
         qk_norm = False
     if chunked_on_host(saving, layout, model.seq_length):
-        # The output that the projection reads, and what norms of heads keep.
+        # The output that the projection reads, and the inputs of the QK norms.
         attention = share.query + (qkv if qk_norm else 0)
-    # Of gates the sigmoid and its product, and the rows of the QKV output.
+    # For gates: the sigmoid, the gated output, and the gate's rows of the QKV output.
     attention += share.gate * (3 - needless - alone / share.query)
     mean = mean_block(model, layout.tensor)
     kept = mean.kept - mean.again * (layout.recompute == "selective")
@@ -239,19 +243,20 @@ def _block_bytes(
     inputs = norms_of_block(model, cross) * sizes.norm(hidden) * mean.sublayers / 2
     alike = model.parallel_residual and not model.shared_parallel_norm
     if alike and sizes.source == sizes.residual:
-        inputs -= sizes.source * hidden  # two norms of the same input keep it once
+        inputs -= sizes.source * hidden  # two norms of the same input share it
     outputs = ((1 if model.shared_parallel_norm else mean.sublayers) + cross) * size * hidden
     masks = (mean.sublayers + cross) * sizes.mask
     whole = sizes.outside * (inputs + outputs + masks) + _angles(model, layout)
     whole += tokens * (size * (attention + mlp) + wide) + sizes.outside * size * latents
     if cross:
-        # Queries and the attention's output, and keys and values of the other sequence.
+        # Queries and attention output, and the keys and values of the encoder's sequence.
         whole += size * 2 * (tokens * share.query + sizes.others * share.kv)
     whole += mean.attention * kernel
     float8 = 0.0
     if layout.float8:
-        # Inputs of 8-bit layers: a byte per number instead of the number, or with it where
-        # attention or a ReLU keeps its output too. Split sequences stay as they are.
+        # Inputs of FP8 layers take one byte per element. It replaces the 16-bit element, or is kept
+        # in addition if attention or a ReLU also keeps its output. Inputs split by sequence
+        # parallelism stay in 16 bits.
         alone = MLP_WIDTHS[model.mlp.activation] > 1
         kept_in_8_bits = 0 if layout.mlp_act else share.ffn * (-1.0 if alone else 1.0)
         entering = 0.0 if layout.sequence else 2.0 * hidden - outputs
@@ -264,9 +269,9 @@ def _block_bytes(
 
 
 def expert_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
-    """Return the bytes that a block with experts keeps more than one with an MLP, in 16 bits or
-    float32: rows of tokens as they enter and leave their experts, and what is within; scores of all
-    experts. Every expert has its even share of the tokens."""
+    """Return how many more bytes a block with experts keeps than one with an MLP: token rows at the
+    experts' inputs and outputs, the experts' inner activations, and the router's scores. Assumes
+    that tokens are spread evenly over the experts."""
     part, size = model.part(ExpertsConfig), 4 if layout.precision == "fp32" else 2
     tokens, k = micro_batch * model.seq_length / layout.context, part.moe_router_topk
     whole = layout.expert_tensor is not None
@@ -277,21 +282,21 @@ def expert_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
     within = (part.moe_shared_expert_intermediate_size or 0) / layout.tensor
     if part.mlp_type == "standard":
         within -= local_widths(model, layout.tensor).ffn
-    # Outputs that a weight of the token multiplies: of shared experts, or of both MLPs.
+    # Outputs that are scaled by a weight per token: those of shared experts, or of both MLPs.
     count = part.moe_shared_expert_gate + 2 * (part.mlp_type == "residual")
     scaled = count * model.hidden_size / (layout.tensor if layout.sequence else 1)
-    # Scores, logits and the inputs of their gradients are in float32 at most.
+    # Scores, logits and the inputs of their gradients are counted as float32, the widest case.
     scores = 16.0 * tokens * max(part.layer_experts) / (layout.tensor if whole else 1)
     return size * (rows * (2 * width + inner * kept) + tokens * (within * kept + scaled)) + scores
 
 
 def mlp_widths(model: ModelConfig, recomputed: bool = False) -> int:
-    """Return the inner widths that an MLP keeps for its backward pass; only the activation's input
-    if the rest is ``recomputed``."""
+    """Return the number of FFN-sized tensors that an MLP keeps for its backward pass. If it is
+    ``recomputed``, only the activation's inputs are kept."""
     if recomputed:
         return 1 + model.mlp.gated
     clamped = model.mlp.activation_func_clamp_value is not None
-    # The clamped gate, and the up projection that it multiplies.
+    # The clamped gate, and the up projection by which it is multiplied.
     changes = clamped + (clamped or model.mlp.glu_linear_offset != 0)
     return MLP_WIDTHS[model.mlp.activation] + changes
 
@@ -305,36 +310,36 @@ def _all_scores(model: ModelConfig) -> bool:
 
 
 def _in_blocks(layout: Layout) -> bool:
-    """Return True if attention processes keys in blocks, without keeping their scores."""
+    """Return whether attention processes keys in blocks, without keeping all scores."""
     return layout.context > 1 and set(layout.comm) != {"a2a"}
 
 
 def _attention_kernel(
     model: ModelConfig, layout: Layout, size: int, micro_batch: int, queries: int, keys: int
 ) -> float:
-    """Return the bytes that attention keeps besides queries, keys, values and its output."""
+    """Return the bytes that attention keeps in addition to queries, keys, values and output."""
     tensor = layout.tensor
     heads = model.attention.num_attention_heads // tensor
     if not _all_scores(model) or _in_blocks(layout):
-        return 4.0 * micro_batch * queries * heads  # the log of the softmax's sum
+        return 4.0 * micro_batch * queries * heads  # log-sum-exp of the scores
     share, bounded = local_widths(model, tensor), model.attention.attn_logit_softcapping is not None
     dropped = 1 + size if model.attention.attention_dropout else 0
-    # The softcap's output, weights, dropout, and the mask of the scores.
+    # The softcap's output, the attention weights, dropout, and the mask of the scores.
     scores = queries * keys
     weights = micro_batch * heads * scores * (size * (1 + bounded) + dropped) + scores
-    # Keys and values are repeated for the query heads that share them.
+    # Keys and values are repeated for all query heads of a group.
     return weights + 2.0 * size * micro_batch * keys * (share.query - share.kv)
 
 
 def _masks(
     model: ModelConfig, layout: Layout, size: int, micro_batch: int, lengths: BlockLengths
 ) -> float:
-    """Return the bytes of ALiBi's or of relative biases, or of the mask of a window shorter than
-    the sequence. Eager attention keeps a mask in every block instead."""
+    """Return the bytes of ALiBi or relative biases, or of the mask of a window shorter than the
+    sequence. With eager attention, a window has no shared mask: each block keeps its own."""
     windows, length, tensor = set(model.windows), lengths.own, layout.tensor
     pairs = length * lengths.keys if layout.context > 1 else length**2
     if model.positions.position_embedding_type == "relative":
-        # With each sample's padding in them; a decoder's padding follows its tokens.
+        # Encoder biases include each sample's padding. In a decoder, padding follows the tokens.
         heads = model.attention.num_attention_heads // tensor
         return float((1 if lengths.other else micro_batch) * heads * pairs * size)
     if _in_blocks(layout):
@@ -348,7 +353,7 @@ def _masks(
 
 
 def _angles(model: ModelConfig, layout: Layout) -> float:
-    """Return the bytes of RoPE's cosines and sines: every block casts the shared float32 tables to
+    """Return the bytes of RoPE's cosines and sines. Each block casts the shared float32 tables to
     16 bits."""
     if model.positions.position_embedding_type != "rope" or layout.precision == "fp32":
         return 0.0
@@ -356,7 +361,7 @@ def _angles(model: ModelConfig, layout: Layout) -> float:
 
 
 def _chunks(model: ModelConfig, layout: Layout, sizes: _Sizes, saving: LongContextConfig) -> float:
-    """Return :attr:`Activations.chunks`: queries, keys, values and the output."""
+    """Return :attr:`Activations.chunks`: the queries, keys, values and output."""
     if not chunked_on_host(saving, layout, model.seq_length):
         return 0.0
     share = local_widths(model, layout.tensor)
@@ -370,14 +375,14 @@ def _working(
     lengths: BlockLengths,
     saving: LongContextConfig,
 ) -> float:
-    """Return :attr:`Activations.working`: hidden states and their gradients, and the larger of what
-    the backward passes of attention and of an MLP have besides."""
+    """Return :attr:`Activations.working`: hidden states and their gradients, plus the temporary
+    memory of the backward pass of attention or of the MLP, whichever is larger."""
     if saving == WHOLE and layout.context == 1:
         return 0.0
     share, hidden, size = local_widths(model, layout.tensor), model.hidden_size, sizes.element
     tokens, ranks = sizes.tokens, layout.context
-    # Gradients of output, queries, keys and values, and of the product that made them; the MLP's
-    # norm and the output are gone by then. In blocks in float32 before they are rounded.
+    # Gradients of the output, queries, keys and values, and of the QKV output. The MLP's norm and
+    # the block's output are already freed. Attention in blocks first accumulates float32 gradients.
     attention = tokens * size * (2.0 * share.query + 4 * share.kv)
     attention -= sizes.outside * (sizes.norm(hidden) + size * hidden)
     if _in_blocks(layout):
@@ -385,8 +390,8 @@ def _working(
         heads = [heads_of(kind.model, layout.tensor) for kind in block_kinds(model)]
         attention += max(key_bytes_on_the_way(layout, each, tokens, size) for each in heads)
     if chunked_on_host(saving, layout, model.seq_length):
-        # Of a chunk queries and outputs with gradients, keys and values with gradients and the
-        # next ones; of all keys and values gradients in float32.
+        # For a chunk: queries and outputs with gradients, keys and values with gradients, and the
+        # next chunk's. For all keys and values: gradients in float32.
         chunk = min(1.0, saving.ds_sequence_parallel_fpdt_chunk_size / lengths.keys)
         of_chunk = (2 * size + 8) * share.query + (4 * size + 16) * share.kv
         attention += tokens * (chunk * of_chunk + 8.0 * share.kv)
@@ -396,7 +401,7 @@ def _working(
         length = lengths.own // sizes.slices
         whole = saving.tile(length, lengths.own, hidden, ranks) * sizes.slices
         weights = (2 + model.mlp.gated) * hidden * share.ffn
-        # Gradients of the weights are summed in float32.
+        # Weight gradients are accumulated in float32.
         mlp = min(1.0, whole / lengths.own) * mlp + tokens * size * hidden + 8.0 * weights
-    # Gradients of the input and of the output, and the output, which is computed again.
+    # Gradients of input and output, and the recomputed output.
     return 3 * sizes.outside * sizes.residual * hidden + max(attention, mlp)

@@ -1,4 +1,4 @@
-"""Time, GPU hours, energy and money that a whole training takes, and its command."""
+"""Time, GPU hours, energy and cost of a complete training run, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatron.apps.planning.search import Plan, Workload, changed_flags, flag_wo
 from megatron.apps.planning.step_time import Hardware
 from megatron.config import ConfigError, ModelConfig, ModelFlags
 
-# Most tokens of a step without a batch size: the order of magnitude of published runs of 1B to
-# 70B parameters.
+# Maximum tokens per step if no batch size is given. Published runs with 1B to 70B parameters have
+# this order of magnitude.
 TOKENS_PER_STEP = 4_194_304
 
-TIE = 0.03  # share of the step time below which estimates cannot distinguish layouts
+TIE = 0.03  # estimates of step times that differ by less than this fraction cannot rank layouts
 
-_KEPT = "\N{NO-BREAK SPACE}"  # stands for a space at which a line must not end
+_KEPT = "\N{NO-BREAK SPACE}"  # replaces spaces where a line must not be broken
 
 
 def usual_batch(seq_length: int, gpus: int) -> int:
-    """Return the largest number of samples of at most :data:`TOKENS_PER_STEP` tokens that is a
-    power of two times the odd factor of the GPUs."""
+    """Return the largest batch size, in samples, with at most :data:`TOKENS_PER_STEP` tokens that
+    is a power of two times the odd part of the number of GPUs."""
     odd = gpus // (gpus & -gpus)
     return odd * int(2 ** max(0, (TOKENS_PER_STEP // seq_length // odd).bit_length() - 1))
 
 
 def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans, best first, led by the simplest within :data:`TIE` of the best."""
+    """Return the plans with the simplest one within :data:`TIE` of the best moved to the front."""
     limit = plans[0].time.total * (1 + TIE)
     best = min((plan for plan in plans if plan.time.total <= limit), key=_complexity)
     return [best, *(plan for plan in plans if plan is not best)]
@@ -53,7 +53,7 @@ def _complexity(plan: Plan) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Budget:
-    """A planned training over a number of tokens."""
+    """Planned training run over a number of tokens, and its cost."""
 
     plan: Plan
     work: Workload
@@ -62,7 +62,7 @@ class Budget:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, rounded down, as in training."""
+        """Number of optimizer steps, rounded down as in training."""
         return self.tokens // self._step_tokens
 
     @property
@@ -75,7 +75,7 @@ class Budget:
         return self.steps * self.plan.time.total / 3600
 
     def lines(self) -> list[str]:
-        """Return sentences about its time, energy and cost."""
+        """Return lines of text about time, energy and cost."""
         gpus = self.hardware.gpus or 1
         gpu_hours = gpus * self.hours
         energy = gpu_hours * self.hardware.gpu_watts / 1000
@@ -99,7 +99,7 @@ def _duration(hours: float) -> str:
 
 
 def model_words(model: ModelConfig) -> list[str]:
-    """Return the fewest flags that describe a model without a vocabulary: each changes it."""
+    """Return a minimal list of flags that describes a model, without its vocabulary."""
     fields = {field.name: field for field in dataclasses.fields(ModelFlags)}
     values = {
         name: value
@@ -117,8 +117,9 @@ def model_words(model: ModelConfig) -> list[str]:
 
 
 def command(budget: Budget, more: Sequence[str], tokenizer: Sequence[str]) -> str:
-    """Return a command that trains by the plan, in lines; words in capitals are left to the user.
-    ``more`` are further flags, such as for fast paths; ``tokenizer`` are flags of the tokenizer."""
+    """Return the command that trains according to the plan, broken into lines. The user has to
+    replace the placeholders in capitals. ``more`` are additional flags, such as for fast paths, and
+    ``tokenizer`` are the tokenizer's flags."""
     hardware, gpus = budget.hardware, budget.hardware.gpus or 1
     nodes, model = -(-gpus // hardware.gpus_per_node), budget.work.model
     start = ["--num_gpus", str(gpus)] if nodes == 1 else ["--hostfile", "HOSTFILE"]
@@ -135,7 +136,8 @@ def command(budget: Budget, more: Sequence[str], tokenizer: Sequence[str]) -> st
 
 
 def _lines(words: Sequence[str]) -> list[str]:
-    """Return words for a shell in lines of 90 characters, each flag in one line with its values."""
+    """Return shell-quoted arguments in lines of up to 90 characters. A flag and its values are
+    never separated."""
     quoted = [shlex.quote(word).replace(" ", _KEPT) for word in words]
     text = "".join((" " if word.startswith("--") else _KEPT) + word for word in quoted)
     lines = textwrap.wrap(text, 90, break_on_hyphens=False, break_long_words=False)

@@ -1,4 +1,4 @@
-"""Extent of a training run: parameters, tokens, and passes over its data."""
+"""Size of a training run: parameters, tokens, and epochs over the data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.features.experts.costs import active_parameters
 from megatron.training.plan import TrainingPlan
 
 _OFTEN = 50
-"""Passes over the data from which on a run mentions them as probably unintended."""
+"""Number of epochs from which a run warns that they are probably unintended."""
 
 
 def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) -> list[str]:
-    """Return lines about a run's size: parameters, tokens, and epochs over its files."""
+    """Return lines of text about a run's size: parameters, tokens, and epochs over its files."""
     if any(kind.acts and kind.samples == "prompts" for kind in config.kinds):
         texts = plan.batch_size.samples(plan.train_iters)
         length = f"each of at most {plan.seq_length:,} tokens with its prompt"
@@ -44,7 +44,7 @@ def extent(config: RunConfig, plan: TrainingPlan, files: Sequence[PortionSize]) 
 
 
 def _parameters(config: RunConfig) -> str:
-    """Return the number of parameters, and the maximum per rank if ranks divide them."""
+    """Return the number of parameters as text. If ranks divide them, include the largest share."""
     layout, total = config.layout(), model_parameters(config.model)
     text, active = f"{total:,} parameters", active_parameters(config.model, total)
     if active < total:
@@ -57,7 +57,7 @@ def _parameters(config: RunConfig) -> str:
 
 
 def _on_rank(layout: Layout, share: RankShare) -> int:
-    """Return a rank's parameters; ZeRO 3 divides parameters shared with other ranks."""
+    """Return the number of parameters that a rank stores. ZeRO 3 partitions them over replicas."""
     if layout.zero < 3:
         return share.parameters
     dense = (share.parameters - share.experts) // layout.replicas

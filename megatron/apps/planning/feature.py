@@ -1,4 +1,4 @@
-"""Estimates of a run's memory and size."""
+"""Feature that checks whether a run fits into memory and reports its size at the start."""
 
 from __future__ import annotations
 

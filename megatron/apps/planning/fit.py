@@ -1,4 +1,4 @@
-"""Check that a run fits into memory, estimated before its model is built."""
+"""Check of whether a run fits into memory, made before the model is built."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megatron.parallel.mesh import Mesh, coordinates_of
 
 logger = logging.getLogger(__name__)
 
-IGNORE = "MEGATRON_IGNORE_MEMORY"  # environment variable: start all the same
-# Limit and use of this container, in versions 2 and 1 of cgroups.
+IGNORE = "MEGATRON_IGNORE_MEMORY"  # environment variable that turns the error into a warning
+# This container's memory limit and usage, in cgroup versions 2 and 1.
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     (
@@ -37,16 +37,17 @@ _CGROUPS = (
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that a rank needs at least, and in all, in the memory of its device or machine."""
+    """Bytes that a rank needs in device or host memory: ``least`` for weights and optimizer state
+    alone, ``whole`` including gradients and activations."""
 
     least: float = 0.0
     whole: float = 0.0
 
 
 def check_fits(config: RunConfig, content: Json, mesh: Mesh, device: torch.device) -> None:
-    """Refuse a model whose weights and optimizer state alone do not fit into the free memory of
-    this rank's device, or with the other ranks of its machine into the machine's; warn where
-    gradients and activations may not. Raises ConfigError, with remedies."""
+    """Check that weights and optimizer state fit into the free memory of this rank's device and,
+    with those of the machine's other ranks, into host memory. Raises ConfigError, with suggestions,
+    if they do not. Warn if gradients and activations may not fit."""
     layout = config.layout(content)
     memories = _memories(config, layout)
     memory = memories[mesh.pipeline.rank]
@@ -65,20 +66,21 @@ def check_fits(config: RunConfig, content: Json, mesh: Mesh, device: torch.devic
 
 
 def free_memory() -> float:
-    """Return the bytes of memory and swap that this process may still use, within its container."""
+    """Return the bytes of memory and swap that are free for this process within its container."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     for limit, used in _CGROUPS:
         try:
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # not here, or "max"
+        except (OSError, ValueError):  # no such cgroup, or no limit ("max")
             continue
     return float(free)
 
 
 def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
-    """Return the memory of each pipeline rank."""
+    """Return the estimated memory of each pipeline rank."""
     training, adapters, model = config.training, config.section(AdapterConfig), config.model
-    if model.decoder_num_layers and model.decoder_seq_length is None:  # the data say it
+    # The decoder's length is not known until the data are read.
+    if model.decoder_num_layers and model.decoder_seq_length is None:
         model = replace(model, decoder_seq_length=model.seq_length)
     micro_batches = training.global_batch_size // (training.micro_batch_size * layout.data)
     float8 = Float8Flags.of(config.fast_paths).float8_blocks(model.blocks)
@@ -99,13 +101,13 @@ def _memories(config: RunConfig, layout: Layout) -> list[Memory]:
     ]
 
 
-def _optimizer(config: RunConfig, layout: Layout, memory: Memory) -> float:
-    """Return the bytes of the optimizer's state; 0 where nothing is trained."""
+def _optimizer(config: RunConfig, memory: Memory) -> float:
+    """Return the bytes of optimizer state, or 0 if nothing is trained."""
     return 0.0 if config.training.skip_train else memory.optimizer
 
 
 def _on_device(config: RunConfig, layout: Layout, memory: Memory) -> MemoryNeed:
-    optimizer = _optimizer(config, layout, memory) if layout.offload_optimizer is None else 0.0
+    optimizer = _optimizer(config, memory) if layout.offload_optimizer is None else 0.0
     weights = memory.weights if layout.offload_param is None else 0.0
     rest = 0.0 if config.training.skip_train else memory.gradients + memory.activations
     return MemoryNeed(weights + optimizer, weights + optimizer + rest)
@@ -118,7 +120,7 @@ def _on_machine(config: RunConfig, layout: Layout, memory: Memory, device: str) 
         everything = replace(layout, offload_optimizer=states, offload_param=weights)
         together = replace(memory, activations=memory.activations + memory.host)
         return _on_device(config, everything, together)
-    optimizer = _optimizer(config, layout, memory) if layout.offload_optimizer == "cpu" else 0.0
+    optimizer = _optimizer(config, memory) if layout.offload_optimizer == "cpu" else 0.0
     least = optimizer + (memory.weights if layout.offload_param == "cpu" else 0.0)
     return MemoryNeed(least, least + (0.0 if config.training.skip_train else memory.host))
 
@@ -146,7 +148,7 @@ def _judge(
 
 
 def _remedies(config: RunConfig, layout: Layout, device: str) -> list[str]:
-    """Return flags that make a model need less memory on a rank, where they are not set."""
+    """Return suggestions to reduce a rank's memory, omitting those that the run already uses."""
     remedies = []
     if layout.data > 1 and layout.zero < 3:
         remedies.append(f"--zero-stage 3 divides it over the {layout.data} data-parallel ranks")

@@ -1,5 +1,5 @@
-"""Memory of one rank, in bytes: weights, gradients, optimizer state, buffers, activations, and what
-is in host memory instead."""
+"""Memory of one rank, in bytes: weights, gradients, optimizer state, buffers and activations, and
+the state that is offloaded to host memory or files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.low_bit_states.stored_states import state_formats
 from megatron.features.tiers.rules import ADAM, moved_bytes
 
-REDUCE_BUCKET = 500_000_000  # of DeepSpeed's engine without ZeRO, in elements
+REDUCE_BUCKET = 500_000_000  # elements, for DeepSpeed's engine without ZeRO
 
 LIVE_PARAMETERS = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter of a rank's share of the model, at the peak of a step."""
+    """Bytes per parameter in a rank's share of the model, at the peak of a step."""
 
     weights: float
     gradients: float
@@ -44,15 +44,15 @@ class StateBytes:
 
 
 def state_bytes(layout: Layout, replicas: int | None = None, states: float = 2.0) -> StateBytes:
-    """Return the bytes per parameter with ``states`` states of 4 bytes (Adam: 2), as in DeepSpeed
-    0.19's engine at its optimizer step, for parameters with ``replicas`` replicas (default: one on
-    each data-parallel rank).
+    """Return the bytes per parameter at the optimizer step of DeepSpeed 0.19's engine. ``states``
+    is the number of optimizer states of 4 bytes (2 for Adam). ``replicas`` is the number of ranks
+    with the same parameters (default: all data-parallel ranks).
 
     ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) partitions optimizer state at stage
     1, gradients at 2 and parameters at 3. DeepSpeed also copies the gradients that a rank updates
-    to float32, at stage 3 all of them, in fp16 a bucket at a time (:func:`bucket_bytes`), and keeps
-    separate main weights for float32 too. At stage 0 bf16 runs as autocast over float32 weights,
-    and fp16 replaces one gradient after the other by its copy.
+    to float32: all of them at stage 3, one bucket at a time in fp16 (:func:`bucket_bytes`). It
+    keeps separate master weights even for float32. At stage 0, bf16 runs as autocast over float32
+    weights, and fp16 replaces gradients one by one by their float32 copies.
     """
     data, zero = replicas or layout.replicas, layout.running_zero
     if zero == 0:
@@ -65,20 +65,23 @@ def state_bytes(layout: Layout, replicas: int | None = None, states: float = 2.0
         gradients = accumulated / (data if zero == 2 else 1)
         return StateBytes(2.0, gradients, state_formats(layout.states).bytes / data)
     copied = 4 if zero == 3 else 0
-    gradients = (accumulated + copied) / (1 if zero == 1 else data)  # at 1 until they are reduced
+    # At stage 1 gradients are unpartitioned until they are reduced.
+    gradients = (accumulated + copied) / (1 if zero == 1 else data)
     return StateBytes(size / (data if zero == 3 else 1), gradients, (4 + 4 * states) / data)
 
 
 def bucket_bytes(layout: Layout) -> int:
-    """Return the bytes per element of all buckets of a rank's gradients together.
+    """Return the total bytes per element of all gradient buckets of a rank.
 
-    At stage 0 the bucket is a copy of the accumulated gradients. At stage 1 the gradients are in
-    buckets themselves: another is what arrives. Stage 2 fills one while two are under way. In fp16
-    one is copied to float32 for its update, when the others are gone.
+    At stage 0 the bucket is a copy of the accumulated gradients. At stage 1 the gradients
+    themselves are in buckets, and one more bucket receives data. Stage 2 fills one bucket while two
+    are being reduced. In fp16 one bucket is copied to float32 for its update, after the others are
+    freed.
     """
     zero = layout.running_zero
     if layout.replicas == 1 and zero < 3:
-        # Gradients stay where the backward pass puts them; DeepSpeed flattens what it copies.
+        # A single replica does not reduce gradients, so they need no bucket. In fp16 DeepSpeed
+        # flattens copies.
         copied = zero and layout.precision == "fp16" and not layout.grads_in_fp32
         return 6 if copied and layout.offload_optimizer is None else 0
     size = 4 if layout.precision == "fp32" or layout.autocast else 2
@@ -88,15 +91,15 @@ def bucket_bytes(layout: Layout) -> int:
 
 
 def buffer_bytes(layout: Layout, parameters: float, trained: float | None = None) -> float:
-    """Return the bytes of temporary buffers in a step, with default sizes: buckets of
-    gradients of the ``trained`` parameters (default: all), the gathered parameters of stage 3, and
-    autocast's 16-bit weights at stage 0, which are freed before the buckets."""
+    """Return the bytes of temporary buffers in a step, with DeepSpeed's default sizes: gradient
+    buckets for ``trained`` parameters (default: all), the gathered parameters of stage 3, and
+    autocast's 16-bit weights at stage 0, which are freed before the buckets are allocated."""
     reduced = parameters if trained is None else trained
     most = bucket_size(int(reduced)) if layout.zero else REDUCE_BUCKET
     buckets = float(min(most, reduced) * bucket_bytes(layout))
     if layout.zero == 0:
         if layout.precision == "fp16" and not layout.grads_in_fp32:
-            return 0.0  # no more than what the float32 copies of the gradients take later
+            return 0.0  # smaller than the later float32 copies of the gradients
         return max(buckets, 2.0 * parameters if layout.autocast else 0.0)
     if layout.zero == 3 and layout.replicas > 1:
         return buckets + min(LIVE_PARAMETERS, parameters) * (4 if layout.precision == "fp32" else 2)
@@ -104,17 +107,19 @@ def buffer_bytes(layout: Layout, parameters: float, trained: float | None = None
 
 
 def float8_bytes(model: ModelConfig, layout: Layout, blocks: int) -> float:
-    """Return the bytes of the 8-bit weights of this many blocks; at stage 3 each is cast where it
-    is used."""
+    """Return the bytes of the FP8 weights of ``blocks`` blocks. At stage 3 they are 0, because
+    weights are cast when used."""
     kept = layout.running_zero < 3
     return float(blocks * linear_parameters(model, layout.tensor)) if kept else 0.0
 
 
 def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
-    """Return the largest number of stage inputs that a pipeline rank has at once. 1F1B and
-    interleaved by Narayanan et al. 2021 (arXiv:2104.04473, section 2.2): p - r, and 2 (p - r - 1) +
-    (v - 1) p + 1 stages, all of them with a single group of micro batches. This project's DualPipeV
-    has 2 p + 1 stages on every rank, and ZB-H1 p with those that wait for gradients of weights."""
+    """Return the maximum number of stage inputs that a pipeline rank stores at once.
+
+    With p ranks, rank r and v stages per rank, 1F1B stores p - r, and the interleaved schedule 2 (p
+    - r - 1) + (v - 1) p + 1, or all with a single group of micro batches (Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2). This project's DualPipeV stores 2 p + 1 on every rank. ZB-H1
+    stores p, including those that are kept for weight gradients."""
     p, v, m = layout.pipeline, layout.chunks, micro_batches
     if p == 1:
         return 1
@@ -127,8 +132,8 @@ def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step: on its device, of activations and the optimizer in
-    host memory, and of the optimizer in files."""
+    """Bytes of one rank at the peak of a step. ``host`` is for activations and optimizer state in
+    host memory, and ``disk`` for optimizer state in files. The other fields are device memory."""
 
     weights: float
     gradients: float
@@ -140,13 +145,13 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """On the device."""
+        """Bytes on the device."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.buffers + self.activations
 
     def with_optimizer_elsewhere(self, layout: Layout) -> Memory:
-        """Return the same with the optimizer's state in host memory or in files, with the gradients
-        of its partition; from stage 2 on the device has them bucket by bucket."""
+        """Return the memory after offloading the optimizer state and the gradients of its partition
+        to host memory or files. From stage 2, the device has gradients one bucket at a time."""
         moved = moved_bytes(layout, self.optimizer / ADAM)
         gradients, buffers = self.gradients, self.buffers
         if layout.zero > 1:
@@ -170,10 +175,10 @@ def rank_memory(
     saving: LongContextConfig = WHOLE,
     states: float = 2.0,
 ) -> Memory:
-    """Return the memory of a rank with this share of the complete model, whose vocabulary is padded
-    for the layout; ``saving``: what saves memory of long sequences. With ``adapters`` those alone
-    have gradients and optimizer state (``states`` numbers for each of them), and with ``--qlora``
-    the linear layers of blocks are in 4 bits; the small products of adapters are not counted."""
+    """Return the memory of a rank with this share of a complete model, whose vocabulary is padded
+    for the layout. ``saving`` has the options for long sequences. With ``adapters``, only adapters
+    have gradients and optimizer state (``states`` numbers per parameter), and with ``--qlora`` the
+    blocks' linear layers are in 4 bits. The adapters' small activations are not counted."""
     kept = {
         lengths: activation_bytes(model, layout, micro_batch, lengths, saving)
         for lengths in dict.fromkeys(chain(*share.stages))
@@ -192,7 +197,8 @@ def rank_memory(
         )
     )  # fmt: skip
     if full and layout.schedule in WEIGHTS_LATER:
-        # Recomputed inputs of linear layers wait with the gradients of their outputs.
+        # Recomputed inputs of linear layers are kept, with their output gradients, until the weight
+        # gradients are computed.
         waiting = min(share.rank + 1, micro_batches) * (share.rank > 0 or layout.chunks > 1)
         whole = replace(layout, recompute=None)
         stage += waiting * max(
@@ -202,7 +208,7 @@ def rank_memory(
     first = 0.0
     if share.first:
         first = -(-flying // layout.chunks) * kept[share.stages[0][0]].embedding
-    # Loss and logits are gone before the first block is computed again.
+    # Loss and logits are freed before the first block is recomputed.
     top = max(each.recomputed + each.working for each in kept.values()) + max(0.0, more) * full
     if share.last:
         head = kept[share.stages[-1][-1]]
@@ -216,7 +222,7 @@ def rank_memory(
     weights += (of_experts.weights - state.weights) * share.experts
     trained_experts = 0 if added else share.experts
     if adapters is not None and adapters.qlora:
-        # In 4 bits, whole on every data-parallel rank at every stage.
+        # 4-bit weights are never partitioned: every data-parallel rank stores all of them.
         linear = sum(share.blocks) * linear_parameters(model, layout.tensor)
         weights += bytes_of(linear, adapters.qlora_double_quant) - state.weights * linear
     return Memory(
@@ -237,8 +243,9 @@ def _stage_bytes(
     more: float,
     saving: LongContextConfig,
 ) -> tuple[float, float]:
-    """Return the bytes of the micro batches that are in flight in a stage, on the device and in
-    host memory; ``float8`` of its blocks compute in 8 bits, and experts of all keep ``more``."""
+    """Return the bytes of a stage's micro batches in flight, in device and in host memory.
+    ``float8`` is the number of its blocks that compute in FP8, and ``more`` the extra bytes for
+    experts."""
     shared = {(kept.masks, kept.hidden) for kept in blocks}
     total = sum(kept.block for kept in blocks) + more
     total -= sum(kept.float8 for kept in blocks) * (len(blocks) - float8) / len(blocks)
@@ -248,7 +255,7 @@ def _stage_bytes(
     on_device += flying * sum(masks for masks, _ in shared)
     full = layout.recompute in ("uniform", "block")
     host += max(x.chunks for x in blocks) if full else flying * sum(x.chunks for x in blocks)
-    # A sent output is kept until its gradient arrives.
+    # An output that was sent is kept until its gradient arrives.
     return on_device + flying * blocks[-1].hidden * (layout.pipeline > 1), host
 
 
@@ -261,7 +268,8 @@ def peak_memory(
     adapters: AdapterConfig | None = None,
     saving: LongContextConfig = WHOLE,
 ) -> Memory:
-    """Return the memory of the rank that needs most; ``float8`` as for :func:`rank_shares`."""
+    """Return the memory of the rank that needs the most. ``float8`` is an argument of
+    :func:`rank_shares`."""
     memories = [
         rank_memory(model, layout, micro_batch, micro_batches, share, adapters, saving)
         for share in rank_shares(model, layout, float8=float8)

@@ -1,4 +1,4 @@
-"""Parameters of each layer of a model, built on torch's meta device, and of each rank's share."""
+"""Parameter counts of a model's layers, built on torch's meta device, and of each rank's share."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class LocalWidths:
-    """Widths of a tensor-parallel rank's share, padding included, the mean over blocks.
+    """Widths of a tensor-parallel rank's layers, including padding, averaged over blocks.
 
     Attributes:
-        query, kv: all its heads of queries, and of keys (or values), together.
-        values: projection of values, where keys are not their values.
-        heads: number of heads of queries and keys.
-        alone: queries with a projection apart, as keys have fewer heads than there are ranks.
-        gate, ffn, vocab: gates of its output, MLP, token embedding.
+        query, kv: total width of the rank's query heads, and of its key (or value) heads.
+        values: width of the value projection. 0 if keys are also used as values.
+        heads: number of query and key heads.
+        alone: width of queries with a separate projection, which is used if there are fewer key
+          heads than ranks.
+        gate, ffn, vocab: widths of attention's output gate, the MLP and the token embedding.
     """
 
     query: float
@@ -49,7 +50,7 @@ class LocalWidths:
 
 
 def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
-    """Return the share of one of ``tensor`` ranks; the model has its vocabulary sizes."""
+    """Return the widths on one of ``tensor`` ranks. The model must have its vocabulary sizes."""
     query = kv = values = heads = alone = 0.0
     for kind in block_kinds(model):
         queries, keys, width, apart = heads_of(kind.model, tensor)
@@ -72,8 +73,8 @@ def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """A tensor-parallel rank's share of a layer; the other fields as in `LayerSpec`. ``experts`` of
-    its parameters are divided over expert-parallel ranks, which is not counted."""
+    """A tensor-parallel rank's share of a layer. ``experts`` is the number of its experts'
+    parameters before expert-parallel ranks divide them. For other fields see `LayerSpec`."""
 
     parameters: int
     experts: int
@@ -87,8 +88,8 @@ class LayerShare:
 def layer_shares(
     model: ModelConfig, tensor: int, whole_experts: bool = False
 ) -> tuple[LayerShare, ...]:
-    """Return the layers of a complete model on one of ``tensor`` ranks; a tied layer counts whole
-    at each of its places."""
+    """Return the layers of a complete model on one of ``tensor`` ranks. A tied layer is counted in
+    full wherever it occurs."""
     how = "whole" if whole_experts else "cut"
     tp, shares = TensorParallel(Group(tuple(range(tensor))), experts=how), []
     with torch.device("meta"):
@@ -103,8 +104,8 @@ def layer_shares(
 
 @lru_cache(maxsize=256)
 def adapter_parameters(model: ModelConfig, adapters: AdapterConfig, tensor: int) -> float:
-    """Return the adapters' parameters per block on one of ``tensor`` ranks, the mean over blocks.
-    Raises ConfigError if a target is unknown."""
+    """Return the average number of adapter parameters per block on one of ``tensor`` ranks. Raises
+    ConfigError if a target of the adapters is unknown."""
     spec = trained_spec(RunConfig(model, sections=(adapters,)))
     tp = TensorParallel(Group(tuple(range(tensor))))
     blocks = [layer for layer in spec.layers(tp) if layer.block]
@@ -114,8 +115,8 @@ def adapter_parameters(model: ModelConfig, adapters: AdapterConfig, tensor: int)
 
 
 def linear_parameters(model: ModelConfig, tensor: int, cross: bool = False) -> int:
-    """Return the weights of a block's linear layers on one of ``tensor`` ranks, the mean over
-    blocks."""
+    """Return the number of weights in a block's linear layers on one of ``tensor`` ranks, averaged
+    over blocks. With ``cross``, include cross-attention."""
     share, gates = local_widths(model, tensor), 1 + model.mlp.gated
     mean = mean_block(model, tensor)
     mlp = mean.mlp * model.hidden_size * (gates + 1) * share.ffn
@@ -124,8 +125,8 @@ def linear_parameters(model: ModelConfig, tensor: int, cross: bool = False) -> i
 
 
 def attention_weights(model: ModelConfig, tensor: int, cross: bool = False) -> float:
-    """Return the weights of a block's attention on one of ``tensor`` ranks, the mean over blocks
-    that have one."""
+    """Return the number of attention weights per block on one of ``tensor`` ranks, averaged over
+    the blocks that have attention."""
     if not model.part(LatentConfig).idle:
         return layer_weights(model, tensor)
     share = local_widths(model, tensor)
@@ -134,7 +135,7 @@ def attention_weights(model: ModelConfig, tensor: int, cross: bool = False) -> f
 
 
 def norms_of_block(model: ModelConfig, cross: bool = False) -> int:
-    """Return the number of norms of hidden states in a block, without norms of heads."""
+    """Return the number of norms of hidden states in a block, without QK norms."""
     pre = (2 - model.shared_parallel_norm + cross) * model.norm.pre_norm
     return pre + (2 + cross) * model.norm.post_norm
 
@@ -144,13 +145,13 @@ class RankShare:
     """A pipeline rank's share of a model.
 
     Attributes:
-        parameters: of one tensor-parallel rank; a tied layer counts once.
-        experts: those of them that only ranks with the same experts have.
-        routed: blocks of each stage that have experts.
-        stages: sequences of the blocks of each stage.
-        first, last: True if it has the first token embedding, or the head.
-        float8: blocks of each stage that compute in 8 bits.
-        tied: copies on different ranks, and parameters, of each tied layer that has several.
+        parameters: number of parameters on one tensor-parallel rank. A tied layer counts once.
+        experts: how many of ``parameters`` are replicated only on ranks with the same experts.
+        routed: number of blocks with experts in each stage.
+        stages: sequence lengths of the blocks in each stage.
+        first, last: whether the rank has the first token embedding, and the output head.
+        float8: number of blocks in each stage that compute in FP8.
+        tied: (copies on different ranks, parameters) of each tied layer with several copies.
     """
 
     rank: int
@@ -165,7 +166,7 @@ class RankShare:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Number of blocks of each stage."""
+        """Number of blocks in each stage."""
         return tuple(map(len, self.stages))
 
 
@@ -175,9 +176,9 @@ def rank_shares(
     partition: str = "blocks",
     float8: range | None = None,
 ) -> list[RankShare]:
-    """Return the share of each rank of the pipeline; ``partition`` is ``--pipeline-partition``,
-    ``float8`` the blocks that compute in 8 bits (None: all if the layout does). Raises ValueError
-    if there are more stages than blocks."""
+    """Return each pipeline rank's share. ``partition`` is the value of ``--pipeline-partition``.
+    ``float8`` is the range of blocks that compute in FP8. None means all if the layout uses FP8.
+    Raises ValueError if there are more stages than blocks."""
     layers = layer_shares(model, layout.tensor, layout.expert_tensor is not None)
     is_block = [layer.block for layer in layers]
     if float8 is None:
@@ -194,7 +195,7 @@ def rank_shares(
         [layer.with_next_block for layer in layers],
     )
     blocks_before = [0, *accumulate(is_block)]
-    ends = [blocks_before[bound] for bound in bounds]  # blocks before each stage
+    ends = [blocks_before[bound] for bound in bounds]  # number of blocks before each stage
     stages_by_rank = [stages_of(layout, rank) for rank in range(layout.pipeline)]
     layers_by_rank = [
         [layer for s in stages_here for layer in layers[bounds[s] : bounds[s + 1]]]
@@ -230,18 +231,17 @@ def rank_shares(
 
 
 def block_lengths(model: ModelConfig, layout: Layout) -> tuple[BlockLengths, ...]:
-    """Return the sequences of each block on a rank."""
+    """Return the sequence lengths of each block on one context-parallel rank."""
     whole = family_of(model.family).block_lengths(model)
     return tuple(lengths_of_rank(lengths, layout.context) for lengths in whole)
 
 
 @lru_cache(maxsize=256)
 def head_shape(model: ModelConfig) -> tuple[int, float]:
-    """Return the tokens of a sample whose logits are computed, and the forward FLOPs of a sample in
-    layers that are neither blocks nor the vocabulary's matrix, which every tensor-parallel rank
-    computes."""
+    """Return the number of tokens per sample that have logits, and the forward FLOPs per sample
+    that every tensor-parallel rank computes outside blocks and the vocabulary GEMM."""
     shape = family_of(model.family).shape(model)
-    shape = shape.decoder or shape
+    shape = shape.last
     return shape.predictions or shape.seq_length, shape.other
 
 
@@ -254,8 +254,7 @@ def stages_of(layout: Layout, rank: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def model_parameters(model: ModelConfig, padded: bool = False) -> int:
-    """Return the parameters of the whole model; by default without the padding of the
-    vocabulary."""
+    """Return the number of parameters of the whole model, by default without padding."""
     with torch.device("meta"):
         params = build_model(model).parameters()
     shards = map(shard_of, params)
@@ -263,8 +262,8 @@ def model_parameters(model: ModelConfig, padded: bool = False) -> int:
 
 
 def kept_bytes(model: ModelConfig, itemsize: int, tensor_size: int = 1) -> tuple[int, int]:
-    """Return the bytes that generation keeps per token, and per text regardless of its length, on
-    one of ``tensor_size`` ranks; ``itemsize``: bytes per weight."""
+    """Return the bytes that generation stores per token, and the bytes per text regardless of its
+    length, on one of ``tensor_size`` ranks. ``itemsize`` is the number of bytes per weight."""
     of_token, of_text = 0, 0
     for layer in range(model.num_layers):
         memory = memory_of(model, layer, tensor_size)

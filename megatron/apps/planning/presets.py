@@ -1,4 +1,4 @@
-"""Presets of GPUs and models for the planner. Each of their values is also a flag."""
+"""Presets of GPUs and models for the planner. A flag can override every value."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from megatron.config import ModelConfig, ModelFlags, Setting, Settings
 from megatron.config.flags import shared
 
-# Memory, dense 16-bit peak in TFLOP/s, gigabytes per second that a GPU sends inside a node and to
-# other nodes, watts with its share of the machine, dollars per hour. The first five are the
-# vendors' (watts: a DGX at full load over its GPUs, 1.4 times the board elsewhere); rental prices
-# differ by a factor of two and change every month.
+# Memory; dense 16-bit peak in TFLOP/s; bandwidth of a GPU within a node and to other nodes, in GB/s
+# each way; power in watts, including the GPU's share of the machine; dollars per hour. All but the
+# prices are the vendors' numbers (watts: a DGX at full load divided by its GPUs, otherwise 1.4
+# times the board). Rental prices differ by a factor of two and change every month.
 GPUS: dict[str, tuple[str, float, float, float, float, float]] = {
     "A100-40GB": ("40GiB", 312, 300, 25, 812, 1.3),
     "A100": ("80GiB", 312, 300, 25, 812, 1.8),
@@ -62,7 +62,7 @@ _TIED = {"untie_embeddings_and_output_weights": False}
 _L2, _L3 = {"vocab": 32_000, "length": 4096}, {"vocab": 128_256, "length": 8192, "base": 500_000}
 _Q = {"length": 4096, "base": 1_000_000}
 
-# Flags of published models, with their vocabularies.
+# Flags that describe published models, including their vocabulary sizes.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": _sizes(12, 768, 12, vocab=50_257, length=1024),
     "gpt2-medium": _sizes(24, 1024, 16, vocab=50_257, length=1024),
@@ -89,8 +89,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def with_presets(
     settings: Settings, gpu: str, model: str | None, network: ModelConfig | None = None
 ) -> Settings:
-    """Return the settings, completed for a GPU and for a model: one of :data:`MODELS`, or
-    ``network``, the model of ``--load``. Flags of the user win."""
+    """Return the settings, completed with values for a GPU and a model. The model is one of
+    :data:`MODELS`, or ``network``, the model of ``--load``. The user's flags take precedence."""
     machine = dict(zip(_MACHINE, GPUS[gpu], strict=True))
     values: dict[str, Any] = {name: (value, f"--gpu {gpu}") for name, value in machine.items()}
     if model is not None:

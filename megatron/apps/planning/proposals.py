@@ -1,7 +1,7 @@
-"""Published rules for the tokens, the learning rate and the batch of a training with AdamW.
+"""Published scaling rules for the tokens, learning rate and batch size of training with AdamW.
 
-They were fitted to dense models with the authors' data and schedules. Each states its range, and
-together they show how far such rules differ. The constants are recalled.
+They were fitted to dense models with the authors' data and schedules. Each rule states its range,
+and comparing them shows how much such rules differ. The constants were entered from memory.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from megatron.config import ModelConfig
 from megatron.features.experts.costs import active_parameters
 
 TOKENS_PER_PARAMETER = 20
-"""Hoffmann et al. 2022 (arXiv:2203.15556), table 3: about 20 from 4e8 to 1e13 parameters, fitted to
-models of 7e7 to 1.6e10."""
+"""Hoffmann et al. 2022 (arXiv:2203.15556), table 3: about 20 for 4e8 to 1e13 parameters, fitted to
+models with 7e7 to 1.6e10 parameters."""
 
 
 class PublishedRule(NamedTuple):
-    """A published rule, and what it proposes.
+    """A published rule and its proposal.
 
     Attributes:
-        rate: peak learning rate; None where the rule has none.
-        batch: tokens of a step; None where it has none.
-        fitted: to which models, and how far from the best loss of the authors' sweeps it is.
+        rate: peak learning rate. None if the rule proposes none.
+        batch: batch size in tokens. None if the rule proposes none.
+        fitted: models to which the rule was fitted, and how close its proposals are to the
+          authors' best loss.
     """
 
     source: str
@@ -37,7 +38,8 @@ class PublishedRule(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingSizes:
-    """Parameters that a token uses, without embeddings and with them, and tokens of a training."""
+    """Number of parameters that each token uses, without embeddings (``inner``) and with them
+    (``whole``), and number of training tokens."""
 
     inner: int
     whole: int
@@ -45,8 +47,7 @@ class TrainingSizes:
 
     @classmethod
     def of(cls, model: ModelConfig, tokens: int | None) -> TrainingSizes:
-        """Return a model's proposals; by default for the number of tokens that uses compute
-        best."""
+        """Return the sizes of a training run. ``tokens`` is compute-optimal by default."""
         whole = active_parameters(model, model_parameters(model))
         tables = 1 + (not model.embedding.tied)
         inner = whole - tables * model.vocabulary.size * model.hidden_size
@@ -54,12 +55,12 @@ class TrainingSizes:
 
     @property
     def compute(self) -> float:
-        """FLOPs of the training without embeddings and attention scores: 6 N D."""
+        """Training FLOPs without embeddings and attention scores: 6 x ``inner`` x ``tokens``."""
         return 6.0 * self.inner * self.tokens
 
 
 def rules(sizes: TrainingSizes) -> list[PublishedRule]:
-    """Return what each rule proposes."""
+    """Return the proposal of each rule."""
     inner, tokens, compute = sizes.inner, sizes.tokens, sizes.compute
     kaplan = 0.003239 - 0.0001395 * log(inner)
     return [
@@ -85,7 +86,7 @@ def rules(sizes: TrainingSizes) -> list[PublishedRule]:
 
 
 def proposal_rows(model: ModelConfig, tokens: int | None) -> tuple[list[str], list[Sequence[str]]]:
-    """Return lines about a training, and a table of rules with their header."""
+    """Return lines of text about the training, and a table of the rules, with its header first."""
     sizes = TrainingSizes.of(model, tokens)
     per = sizes.tokens / sizes.whole
     source = (

@@ -1,4 +1,4 @@
-"""Published runs, and the planner's estimates of them."""
+"""Published training runs, compared with the planner's estimates for them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from megatron.config import ModelFlags
 from megatron.config.layouts import Layout
 
 GIB = 2**30
-# All runs have GPT's shape, on nodes of 8 A100 with 80 GB.
+# All runs use GPT's architecture, on nodes of 8 A100 GPUs with 80 GB.
 SEQ_LENGTH, VOCABULARY, PEAK_TFLOPS = 2048, 51_200, 312.0
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published run.
+    """A published training run.
 
     Attributes:
-        name: the model, as the paper calls it or by its billions of parameters.
+        name: name of the model, as in the paper or by its billions of parameters.
         chunks: stages per pipeline rank.
-        batch: samples of a step.
-        micro_batch: samples of a micro batch; None where the paper does not say.
-        seconds, full_seconds: time of a step, with selective and with full recomputation.
-        tflops: TFLOP/s of one GPU, recomputation included.
-        mfu, hfu: FLOPs over peak with selective recomputation, of the model and with the
-            recomputation, 72 B s l h^2 (1 + s / 3h + V / 12lh) by the paper's appendix A.
+        batch: samples per step.
+        micro_batch: samples per micro batch. None if the paper does not say.
+        seconds, full_seconds: step time with selective and with full recomputation.
+        tflops: TFLOP/s of one GPU, including recomputation.
+        mfu, hfu: model and hardware FLOPs utilisation with selective recomputation. The paper's
+          appendix A counts hardware FLOPs as 72 B s l h^2 (1 + s / 3h + V / 12lh), with B
+          samples, s sequence length, l layers, h hidden size and V vocabulary size.
     """
 
     name: str
@@ -68,7 +69,8 @@ class Published:
         return 96.0 * self.batch * SEQ_LENGTH * layers * hidden**2 * (1 + ends)
 
     def layout(self, *, sequence: bool, recompute: str) -> Layout:
-        """Return the run's layout; every data-parallel rank has the whole optimizer state."""
+        """Return the run's layout. It has ZeRO 1, which partitions only optimizer state, over the
+        data-parallel ranks."""
         data = self.gpus // (self.tensor * self.pipeline)
         return Layout(
             tensor=self.tensor,
@@ -84,13 +86,13 @@ class Published:
         )
 
     def plan(self, hardware: Hardware, *, sequence: bool, recompute: str) -> Plan:
-        """Return the estimate of the run; a micro batch of 1 where the paper does not say."""
+        """Return the planner's estimate. If the paper gives no micro batch size, 1 is assumed."""
         layout = self.layout(sequence=sequence, recompute=recompute)
         return estimate(self.work, layout, self.micro_batch or 1, hardware)
 
 
 # Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: sequence parallelism with selective
-# recomputation, and full recomputation without sequence parallelism; no data parallelism.
+# recomputation, and full recomputation without sequence parallelism. No data parallelism.
 KORTHIKANTI = (
     Published("22B", 64, 6144, 48, 8, 1, 1, 8, 4, 4, 1.10, 1.42, mfu=0.415, hfu=0.437),
     Published("175B", 96, 12288, 96, 8, 8, 3, 64, 64, 1, 13.75, 18.13, mfu=0.514, hfu=0.528),
@@ -98,8 +100,8 @@ KORTHIKANTI = (
     Published("1T", 160, 25600, 128, 8, 64, 1, 512, 512, 1, 71.49, 94.42, mfu=0.563, hfu=0.570),
 )
 
-# Narayanan et al. 2021 (arXiv:2104.04473), table 1: full recomputation. Micro batches and stages
-# per rank are not in the table.
+# Narayanan et al. 2021 (arXiv:2104.04473), table 1: full recomputation. The table lists neither
+# micro batch sizes nor stages per rank.
 NARAYANAN = (
     Published("1.7B", 24, 2304, 24, 1, 1, 1, 32, 512, None, tflops=137),
     Published("3.6B", 32, 3072, 30, 2, 1, 1, 64, 512, None, tflops=138),
@@ -113,13 +115,13 @@ NARAYANAN = (
     Published("1008.0B", 160, 25600, 128, 8, 64, 1, 3072, 3072, None, tflops=163),
 )
 
-# Megatron-LM's README, GPT-3 example: "around 32 seconds" a step.
+# Megatron-LM's README, GPT-3 example: "around 32 seconds" per step.
 MEGATRON_LM = (
     Published("175B", 96, 12288, 96, 8, 16, 1, 1024, 1536, None, full_seconds=32.0, tflops=138),
 )
 
 # Megatron-LM, docs/distrib_optimizer.md: dtypes, bytes per parameter without the distributed
-# optimizer, with it over d data-parallel ranks, and the two numbers of that formula.
+# optimizer, bytes with it over d data-parallel ranks, and the two numbers in that formula.
 BYTES_PER_PARAMETER = (
     ("float16 parameters, float16 gradients", 20, "4 + 16/d", 4, 16),
     ("bfloat16 parameters, float32 gradients", 18, "6 + 12/d", 6, 12),
@@ -128,7 +130,7 @@ BYTES_PER_PARAMETER = (
 
 
 def published_tables(hardware: Hardware) -> str:
-    """Return published models next to their estimates, and the bytes per parameter."""
+    """Return tables of published runs with their estimates, and a table of bytes per parameter."""
     return "\n".join(
         [
             "Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5; MFU and HFU: from the "
@@ -205,7 +207,7 @@ def _bytes_per_parameter() -> list[list[str]]:
 
 
 def _row(run: Published, plan: Plan, cells: Sequence[str]) -> list[str]:
-    """Return cells between the columns that all tables have."""
+    """Return a table row: ``cells`` between the columns that all tables of runs have."""
     numbers = (run.heads, run.hidden, run.layers, run.tensor, run.pipeline, run.chunks, run.gpus,
                run.batch)  # fmt: skip
     parameters = model_parameters(run.work.padded(1)) / 1e9

@@ -1,4 +1,4 @@
-"""All layouts for a number of GPUs, their costs, and the best of them."""
+"""Enumerate all layouts for a number of GPUs, estimate their costs, and rank them."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from megatron.model.flops import TransformerShape
 RECOMPUTED = (
     (None, False), (None, True), ("selective", False), ("selective", True), ("uniform", False)
 )  # fmt: skip
-"""The kind of recomputation, and True if activations of MLPs are recomputed."""
+"""Types of recomputation to try, each with whether MLP activations are recomputed too."""
 
-PART = 8192  # fewest tokens of a sequence that a rank has where ranks divide it
+PART = 8192  # minimum tokens per rank when context parallelism splits sequences
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The training to plan for. The model is complete but for its vocabulary, ``vocab_size``
-    without padding; without ``micro_batch_size`` powers of two are tried. With ``adapters`` only
-    those are trained, which the memory shows; times are for the whole model."""
+    """Training to plan for. The model is complete except for its vocabulary, whose unpadded size is
+    ``vocab_size``. Without ``micro_batch_size``, powers of two are tried. With ``adapters`` only
+    these are trained. Memory estimates include that, but times are for the whole model."""
 
     model: ModelConfig
     vocab_size: int
@@ -63,38 +63,37 @@ class Workload:
     states: StateDtypes | None = None
     fast_paths: FastPathsConfig = FastPathsConfig()
     adapters: AdapterConfig | None = None
-    teacher: ModelConfig | None = None  # of a run with --kd
-    saving: LongContextConfig | None = None  # None: what saves memory is chosen
-    optimizer_states: float = 2.0  # numbers next to a weight
+    teacher: ModelConfig | None = None  # teacher of a run with --kd
+    saving: LongContextConfig | None = None  # options for long sequences; None: the search chooses
+    optimizer_states: float = 2.0  # optimizer states per weight
 
     @property
     def float8(self) -> range:
-        """Blocks whose linear layers compute in 8 bits."""
+        """Range of the blocks whose linear layers compute in FP8."""
         return Float8Flags.of(self.fast_paths).float8_blocks(len(self.lengths))
 
     def padded(self, tensor: int) -> ModelConfig:
-        """Return the model with its vocabulary padded for ``tensor`` ranks, as the trainer pads
-        it."""
+        """Return the model with its vocabulary padded for ``tensor`` ranks, as in training."""
         return self.model.with_vocabulary(self.vocab_size, tensor)
 
     @property
     def shape(self) -> TransformerShape:
-        """Numbers that its FLOPs depend on."""
+        """Sizes from which the model's FLOPs are computed."""
         return _shape(self.padded(1))
 
     @property
     def lengths(self) -> tuple[BlockLengths, ...]:
-        """Sequences of each block."""
+        """Sequence lengths of each block."""
         return family_of(self.model.family).block_lengths(self.model)
 
     def flops(self) -> float:
-        """Return the model FLOPs of a step without recomputation, attention over all pairs, or in
-        long sequences causal attention over half of them."""
+        """Return the model FLOPs of a step, without recomputation. Attention counts all pairs of
+        tokens or, for long sequences with causal attention, half of them."""
         causal = counts_half(self.model)
         return self.shape.flops_per_step(self.global_batch_size, causal=causal)
 
     def hardware_flops(self, recompute: str | None) -> float:
-        """Return the same with the recomputation of a layout."""
+        """Return the FLOPs of a step including the given type of recomputation."""
         shape = self.shape
         again = shape.recomputed_flops_per_token(recompute, causal=counts_half(self.model))
         return self.flops() + self.global_batch_size * shape.seq_length * again
@@ -102,8 +101,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with its estimated costs: memory of the rank that needs most, bytes that a rank
-    sends in a step, and the time of a step; ``saving``: what saves memory of long sequences."""
+    """A layout with its estimated costs: memory of the rank that needs the most, bytes that a rank
+    sends in a step, and step time. ``saving`` has the options for long sequences."""
 
     layout: Layout
     micro_batch: int
@@ -114,7 +113,7 @@ class Plan:
 
     @property
     def flags(self) -> list[str]:
-        """Flags of training commands for this plan, without the model's."""
+        """Training flags for this plan, except the model's."""
         samples = self.micro_batch * self.layout.data * self.layout.micro_batches[0]
         sizes = ["--micro-batch-size", str(self.micro_batch), "--global-batch-size", str(samples)]
         if self.layout.offload_optimizer is not None:
@@ -123,7 +122,7 @@ class Plan:
 
     @property
     def rank(self) -> tuple[float, float, tuple[int, ...]]:
-        """Less is better: time, then memory, then sizes of the cuts."""
+        """Sort key, lower is better: time, then memory, then the sizes of the parallel groups."""
         layout = self.layout
         cuts = (
             layout.tensor, layout.pipeline, layout.context, layout.expert, layout.zero,
@@ -133,7 +132,7 @@ class Plan:
 
 
 def changed_flags(config: Any) -> list[str]:
-    """Return the flags of the fields of a config that do not have their defaults."""
+    """Return the flags for those fields of a config dataclass that differ from their defaults."""
     values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
     return list(
         chain.from_iterable(flag_words(f, value) for f, value in values if value != f.default)
@@ -141,7 +140,7 @@ def changed_flags(config: Any) -> list[str]:
 
 
 def flag_words(field: dataclasses.Field, value: Any) -> list[str]:
-    """Return the flag of a field with a value."""
+    """Return the command-line arguments that set a config field to a value."""
     on, off = flag_names(field)
     if isinstance(value, bool):
         return [on[0] if value and on else str(off)]
@@ -155,11 +154,11 @@ def estimate(
     hardware: Hardware,
     saving: LongContextConfig | None = None,
 ) -> Plan:
-    """Return the costs of a layout that exists for the workload and has its number of micro
-    batches; ``saving``: what saves memory of long sequences, by default the workload's."""
+    """Return the costs of a layout. It must be supported for the workload and contain its number of
+    micro batches. ``saving`` has the options for long sequences, by default the workload's."""
     saving = saving or work.saving or WHOLE
     model, (count,) = work.padded(layout.tensor), layout.micro_batches
-    # Of these alone the shares depend.
+    # Shares depend on these fields only, so that layouts with equal ones can use a cache.
     cuts = dataclasses.replace(
         Layout(data=layout.expert_axis, expert=layout.expert, expert_tensor=layout.expert_tensor),
         tensor=layout.tensor, pipeline=layout.pipeline, schedule=layout.schedule,
@@ -187,7 +186,8 @@ def estimate(
         memory, time = _with_teacher(work, work.teacher, layout, memory, time)
     moved = 2 * count * memory.host
     if layout.offload_optimizer is not None:
-        moved += memory.optimizer / 2  # gradients in float32 there and weights in 16 bits back
+        # Gradients move to host memory in float32, and weights back in 16 bits.
+        moved += memory.optimizer / 2
         memory = memory.with_optimizer_elsewhere(layout)
     time = dataclasses.replace(time, host=exposed_on_host(moved, time, hardware))
     return Plan(layout, micro_batch, memory, sent, time, saving)
@@ -196,9 +196,8 @@ def estimate(
 def _with_teacher(
     work: Workload, teacher: ModelConfig, layout: Layout, memory: Memory, time: StepTime
 ) -> tuple[Memory, StepTime]:
-    """Add a teacher's weights on the rank with most of them, partitioned over data-parallel ranks
-    at ZeRO stage 3, and its forward pass. Memory is infinite if a stage would have none of its
-    blocks."""
+    """Add a teacher's forward pass, and its weights on the rank with most of them, which ZeRO 3
+    partitions over data-parallel ranks. Memory is infinite if a stage would have no blocks."""
     if teacher.blocks < layout.pipeline * layout.chunks:
         return dataclasses.replace(memory, weights=math.inf), time
     model = teacher.with_vocabulary(teacher.vocabulary.size or work.vocab_size, layout.tensor)
@@ -218,7 +217,7 @@ def _with_teacher(
 
 
 def _shape(model: ModelConfig) -> TransformerShape:
-    """Return the numbers that the FLOPs of a complete model depend on."""
+    """Return the sizes from which a complete model's FLOPs are computed."""
     shape = with_experts(family_of(model.family).shape(model), model)
     return with_states(with_global_heads(with_latents(shape, model), model), model)
 
@@ -229,8 +228,8 @@ def _heaviest(model: ModelConfig, layout: Layout, float8: range) -> list[RankSha
 
 
 def heaviest(shares: Sequence[RankShare]) -> list[RankShare]:
-    """Return the ranks of a pipeline that can have the largest need of some resource: no earlier
-    rank, with more micro batches in flight, needs at least as much of everything."""
+    """Return the pipeline ranks that may need the most of some resource. A rank is dropped if an
+    earlier one, which has more micro batches in flight, needs at least as much of everything."""
     kept: list[RankShare] = []
     for share in shares:
         if not any(_covers(other, share) for other in kept):
@@ -248,20 +247,20 @@ def _covers(a: RankShare, b: RankShare) -> bool:
         and a.last >= b.last
         and _largest_stage(a) >= _largest_stage(b)
         and Counter(chain(*a.stages)) >= Counter(chain(*b.stages))
-        # 8 bits take more for weights, and mostly less for activations.
+        # FP8 needs more memory for weights, and mostly less for activations.
         and a.float8 == b.float8
     )
 
 
 def _largest_stage(share: RankShare) -> Counter[BlockLengths]:
-    """Return the most blocks of each kind in a stage."""
+    """Return the maximum number of blocks in one stage, by their sequence lengths."""
     return reduce(or_, map(Counter, share.stages))
 
 
 def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
-    """Yield every layout that exists for the workload with its micro batch size. Tensor parallelism
-    stays inside a node, as its collectives are in every layer and exposed (Narayanan et al. 2021,
-    section 3.2)."""
+    """Yield every possible layout for the workload, with its micro batch size. Tensor parallelism
+    stays within a node, because every layer has exposed collectives (Narayanan et al. 2021, section
+    3.2)."""
     assert hardware.gpus
     for tensor in divisors(hardware.gpus):
         if tensor > hardware.gpus_per_node:
@@ -292,8 +291,8 @@ def _with_micro_batches(work: Workload, base: Layout) -> Iterator[tuple[Layout, 
 
 
 def contexts(work: Workload, ranks: int, tensor: int) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield numbers of ranks that divide each sequence, with their communication, where a rank
-    still has :data:`PART` tokens: rings, and exchanged heads where there are enough."""
+    """Yield each context-parallel size at which a rank has at least :data:`PART` tokens, with its
+    communication patterns: rings, and all-to-all over heads if there are enough heads."""
     yield 1, ()
     heads = work.model.attention.num_attention_heads // tensor
     length = min(n for block in work.lengths for n in (block.own, block.other or block.own))
@@ -308,9 +307,9 @@ def contexts(work: Workload, ranks: int, tensor: int) -> Iterator[tuple[int, tup
 
 
 def savings(work: Workload) -> tuple[LongContextConfig, ...]:
-    """Return what saves memory of long sequences and is tried: what the workload says, or, where
-    sequences are long, nothing, activations in host memory and MLPs in tiles, and attention in
-    chunks on the host."""
+    """Return the options for long sequences to try: the workload's own if given. Otherwise, for
+    long sequences, try none, tiled MLPs, then also activations in host memory, then also chunked
+    attention with host memory."""
     if work.saving is not None:
         return (work.saving,)
     if work.model.seq_length < LONG or work.model.family != "gpt":
@@ -323,8 +322,8 @@ def savings(work: Workload) -> tuple[LongContextConfig, ...]:
 
 
 def with_expert_ranks(model: ModelConfig, base: Layout) -> Iterator[Layout]:
-    """Yield the layout with each number of expert-parallel ranks that divides the experts of every
-    layer, with experts cut over tensor-parallel ranks as the rest, and whole."""
+    """Yield the layout with each expert-parallel size that divides the experts of every layer, with
+    experts sharded over tensor-parallel ranks like other layers, and with whole experts."""
     part = model.part(ExpertsConfig)
     if part.idle:
         yield base
@@ -341,11 +340,11 @@ def with_expert_ranks(model: ModelConfig, base: Layout) -> Iterator[Layout]:
 
 
 def variants(work: Workload, base: Layout) -> Iterator[Layout]:
-    """Yield a layout with each ZeRO stage, with and without sequence parallelism and
-    recomputation."""
+    """Yield the layout with every ZeRO stage and type of recomputation, each with and without
+    sequence parallelism."""
     stages = (0, 1, 2, 3) if base.replicas > 1 else (0, 1)
     if work.model.seq_length >= LONG:
-        stages = (0, 1, 2, 3)  # stage 2 on one rank, where the optimizer is on the host
+        stages = (0, 1, 2, 3)  # stage 2 is possible on one rank too, for offloading the optimizer
     for zero in stages:
         for sequence in (False, True):
             lengths = {n for block in work.lengths for n in (block.own, block.other)}
@@ -361,7 +360,7 @@ def variants(work: Workload, base: Layout) -> Iterator[Layout]:
 
 
 def divides_model(model: ModelConfig, tensor: int) -> bool:
-    """Return True if each of ``tensor`` ranks gets whole heads and an equal share of the MLP."""
+    """Return whether each of ``tensor`` ranks gets whole heads and an equal slice of the MLP."""
     groups = [kind.model.attention.num_query_groups for kind in block_kinds(model)]
     return (
         model.attention.num_attention_heads % tensor == 0
@@ -371,7 +370,7 @@ def divides_model(model: ModelConfig, tensor: int) -> bool:
 
 
 def has_float8_widths(work: Workload, tensor: int) -> bool:
-    """Return True if the shares of ``tensor`` ranks have widths that 8-bit products can have."""
+    """Return whether FP8 GEMMs support the layers' widths on each of ``tensor`` ranks."""
     if not work.float8:
         return True
     multiple = Float8(recipe=Float8Flags.of(work.fast_paths).fp8_recipe).multiple
@@ -379,7 +378,7 @@ def has_float8_widths(work: Workload, tensor: int) -> bool:
     for kind in block_kinds(work.model):
         heads = heads_of(kind.model, tensor)
         query, keys = heads.queries * heads.width, heads.keys * heads.width
-        # More ranks than groups have keys and values in a separate matrix.
+        # With more ranks than query groups, keys and values have a separate matrix.
         fused = kind.model.attention.num_query_groups >= tensor
         widths += [query, 2 * keys + query * fused]
         if kind.keys_are_values:
@@ -388,7 +387,8 @@ def has_float8_widths(work: Workload, tensor: int) -> bool:
 
 
 def micro_batch_sizes(work: Workload, data: int) -> list[int]:
-    """Return the micro batch sizes that divide a step: the requested one, or powers of two."""
+    """Return the possible micro batch sizes: the requested size or powers of two, if they divide
+    the samples of a data-parallel rank."""
     samples, rest = divmod(work.global_batch_size, data)
     if rest or not samples:
         return []
@@ -397,8 +397,9 @@ def micro_batch_sizes(work: Workload, data: int) -> list[int]:
 
 
 def schedules(layers: int, pipeline: int, eager: bool = False) -> list[tuple[str, int]]:
-    """Return the schedules of a model of this many blocks with their stages per rank; every stage
-    needs one. Gradients of weights come later with ``eager`` blocks, which are not compiled."""
+    """Return the possible schedules for a model with ``layers`` blocks, each with its number of
+    stages per rank. Every stage needs a block. Schedules that delay weight gradients require
+    ``eager`` blocks, which are not compiled."""
     if pipeline == 1:
         return [("1f1b", 1)]
     if pipeline > layers:
@@ -414,8 +415,8 @@ def divisors(number: int) -> list[int]:
 
 
 def search(work: Workload, hardware: Hardware) -> list[Plan]:
-    """Return a plan for every layout that exists for the workload, fitting or not, best first; of
-    long sequences also with what saves memory, and with the optimizer in host memory."""
+    """Return a plan for every possible layout of the workload, best first, including those that do
+    not fit into memory. For long sequences, also try memory savings and an offloaded optimizer."""
     plans = []
     for layout, micro_batch in layouts(work, hardware):
         for saving in savings(work):
@@ -427,12 +428,12 @@ def search(work: Workload, hardware: Hardware) -> list[Plan]:
                 if saving.checkpoint_in_cpu and layout.zero >= 2 and refusal(offloaded) is None:
                     plans.append(estimate(work, offloaded, micro_batch, hardware, saving))
                     if plans[-1].memory.host <= hardware.usable_host_memory:
-                        break  # files are for what main memory has no room for
+                        break  # files are only tried if host memory is too small
     return sorted(plans, key=lambda plan: plan.rank)
 
 
 def fitting(plans: list[Plan], hardware: Hardware) -> list[Plan]:
-    """Return the plans that fit into the memory of the GPUs and of their nodes, in their order."""
+    """Return the plans that fit into GPU memory and host memory, in their order."""
     return [
         plan
         for plan in plans
@@ -442,7 +443,8 @@ def fitting(plans: list[Plan], hardware: Hardware) -> list[Plan]:
 
 
 def fewest_gpus(work: Workload, hardware: Hardware, limit: int = 64) -> int | None:
-    """Return the smallest of 2, 4, ... ``limit`` times the GPUs on which a layout fits, or None."""
+    """Return the smallest number of GPUs on which a layout fits, out of 2, 4, ... ``limit`` times
+    the given number. Return None if no layout fits."""
     assert hardware.gpus
     for power in range(1, limit.bit_length()):
         more = dataclasses.replace(hardware, gpus=hardware.gpus << power)

@@ -1,9 +1,11 @@
-"""The machines, and the time of an optimizer step on them: computing, sending, waiting.
+"""Description of the hardware, and the time of an optimizer step on it: computation, communication
+and pipeline bubble.
 
-A step takes FLOPs / (utilisation x peak) + bytes / bandwidth of what is not overlapped, both of the
-slowest rank, and the pipeline's bubble. The optimizer, data loading, logging and checkpoints are
-not counted. Ring algorithms move (n - 1) / n of a buffer for an all-gather or a reduce-scatter over
-n ranks, and twice that for an all-reduce (Thakur, Rabenseifner and Gropp 2005, section 4).
+A step takes FLOPs / (utilisation x peak) + bytes / bandwidth of communication that is not
+overlapped, both for the slowest rank, plus the pipeline bubble. The optimizer update, data loading,
+logging and checkpoints are not counted. Ring algorithms send (n - 1) / n of a buffer for an
+all-gather or a reduce-scatter over n ranks, and twice that for an all-reduce (Thakur, Rabenseifner
+and Gropp 2005, section 4).
 """
 
 from __future__ import annotations
@@ -36,56 +38,54 @@ from megatron.parallel.pipeline_schedules import PipelineSchedule
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 
 FLOPS_OF_A_BYTE = 200
-"""FLOPs of matrix products that a GPU computes in the time to move a byte: 650 TFLOP/s at 3.3 TB/s,
-of an H100."""
+"""GEMM FLOPs that a GPU computes in the time in which it moves a byte: 650 TFLOP/s / 3.3 TB/s for
+an H100."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Machines: their number, size and speed (defaults: --gpu H100)."""
+    """Hardware: number, size and speed of the GPUs (defaults: --gpu H100)."""
 
     gpus: int | None = option(None)
-    """Number of GPUs, one process each."""
+    """Number of GPUs. Each runs one process."""
     gpu_memory: str = option("80GiB", derived="as --gpu says")
-    """Memory of one GPU, as in 80GiB."""
+    """Memory of one GPU, such as 80GiB."""
     memory_reserve: str = option("4GiB")
-    """Part of --gpu-memory that is kept free for CUDA, NCCL, workspaces of kernels and
-    fragmentation."""
+    """Amount of --gpu-memory to leave free for CUDA, NCCL, kernel workspaces and fragmentation."""
     gpus_per_node: int = option(8)
     """Number of GPUs per node, connected by fast links."""
     peak_tflops: float = option(312.0, derived="as --gpu says")
-    """Dense 16-bit peak of one GPU, TFLOP/s (A100 312, H100 and H200 989, B200 2250)."""
+    """Dense 16-bit peak of one GPU in TFLOP/s (A100 312, H100 and H200 989, B200 2250)."""
     utilisation: float = option(0.6)
-    """Share of peak throughput that a GPU reaches while computing."""
+    """Fraction of the peak throughput that a GPU reaches while computing."""
     intra_node_bandwidth: float = option(300.0, derived="as --gpu says")
-    """Gigabytes per second that a GPU sends inside a node (NVLink: A100 300, H100 450)."""
+    """Bandwidth of a GPU within a node, in GB/s each way (NVLink: A100 300, H100 450)."""
     inter_node_bandwidth: float = option(25.0, derived="as --gpu says")
-    """Gigabytes per second that a GPU sends to other nodes (200 Gbit/s: 25, 400 Gbit/s: 50)."""
+    """Bandwidth of a GPU to other nodes, in GB/s each way (200 Gbit/s: 25, 400 Gbit/s: 50)."""
     tensor_overlap: float = option(0.4)
-    """Share of tensor-parallel communication that overlaps with computation (in the backward pass
-    the collectives of column-parallel layers run next to matrix products)."""
+    """Fraction of tensor-parallel communication that overlaps with computation. In the backward
+    pass, collectives of column-parallel layers run concurrently with GEMMs."""
     pipeline_overlap: float = option(0.0)
-    """Share of the pipeline's sends and receives that overlaps with computation."""
+    """Fraction of pipeline sends and receives that overlaps with computation."""
     gpu_watts: float = option(812.0, derived="as --gpu says")
-    """Watts per GPU, including its share of the machine."""
+    """Power per GPU in watts, including its share of the machine."""
     gpu_hour_price: float = option(1.8, derived="as --gpu says")
-    """Dollars for an hour of one GPU."""
+    """Price of one GPU hour in dollars."""
     expert_imbalance: float = option(1.0)
-    """Tokens of the busiest expert-parallel rank over the mean of all."""
+    """Number of tokens on the busiest expert-parallel rank, divided by the mean over ranks."""
     data_overlap: float = option(0.5)
-    """Share of data-parallel communication that overlaps with computation at ZeRO 3. Below it
-    all counts, although gradients are reduced within the backward pass."""
+    """Fraction of data-parallel communication that overlaps with computation at ZeRO 3. At lower
+    stages no overlap is assumed, although gradients are reduced during the backward pass."""
     ring_overlap: float = option(0.8)
-    """Share of the time of attention under which keys travel between ranks that divide sequences
-    with --cp-comm-type p2p."""
+    """Fraction of attention's compute time during which keys can be transferred between
+    context-parallel ranks, with --cp-comm-type p2p."""
     host_memory: str = option("2000GB")
-    """Memory of a node, shared by its GPUs."""
+    """Host memory of a node, shared by its GPUs."""
     host_bandwidth: float = option(50.0)
-    """Gigabytes per second that a GPU and the memory of its node exchange (PCIe 4: 25, PCIe 5:
-    50)."""
+    """Bandwidth between a GPU and host memory, in GB/s each way (PCIe 4: 25, PCIe 5: 50)."""
 
     def check(self) -> None:
-        """Raises ConfigError for a value out of range."""
+        """Check the values. Raises ConfigError if a value is out of range."""
         if self.gpus is None:
             raise ConfigError("--gpus is missing: the number of GPUs to plan for")
         for name in ("gpus", "gpus_per_node", "peak_tflops", "intra_node_bandwidth",
@@ -110,20 +110,20 @@ class Hardware:
 
     @property
     def usable_memory(self) -> int:
-        """Bytes of a GPU that a plan can use."""
+        """Bytes of GPU memory that a plan can use."""
         memory = parse_bytes("--gpu-memory", self.gpu_memory)
         return memory - parse_bytes("--memory-reserve", self.memory_reserve)
 
     @property
     def usable_host_memory(self) -> float:
-        """Bytes of the memory of its node for each GPU."""
+        """Bytes of host memory per GPU."""
         sharing = min(self.gpus_per_node, self.gpus or self.gpus_per_node)
         return parse_bytes("--host-memory", self.host_memory) / sharing
 
     def ring_bandwidth(self, ranks: int, stride: int) -> float:
-        """Return the bytes per second of a ring of ``ranks`` members, ``stride`` ranks apart:
-        inside a node the GPU's own; between nodes the links of all members in a node carry each
-        member's ring, as NCCL builds them."""
+        """Return the bandwidth in bytes per second of a ring of ``ranks`` ranks that are ``stride``
+        ranks apart. Within a node it is the GPU's own bandwidth. Between nodes, each ring uses the
+        network links of all its members in a node, as in NCCL."""
         inside = self.intra_node_bandwidth
         if ranks * stride <= self.gpus_per_node:
             return 1e9 * inside
@@ -131,18 +131,19 @@ class Hardware:
         return 1e9 * min(inside, members * self.inter_node_bandwidth)
 
     def link_bandwidth(self, ranks: int, stride: int) -> float:
-        """Return the bytes per second of the slowest link from one GPU of a group to the next."""
+        """Return the bandwidth in bytes per second of a group's slowest neighbouring link."""
         inside = ranks * stride <= self.gpus_per_node
         return 1e9 * (self.intra_node_bandwidth if inside else self.inter_node_bandwidth)
 
     @property
     def flops(self) -> float:
-        """FLOP/s that a GPU reaches while it computes."""
+        """FLOP/s that a GPU reaches while computing."""
         return self.peak_tflops * 1e12 * self.utilisation
 
 
 def parse_bytes(flag: str, text: str) -> int:
-    """Return the bytes of a size such as ``80GiB``. Raises ConfigError, which names ``flag``."""
+    """Return the bytes in a size such as ``80GiB``. Raises ConfigError, naming ``flag``, if the
+    text is not a size."""
     match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)\s*({'|'.join(_UNITS)})", text)
     if match is None:
         raise ConfigError(f"{flag} {text}: expected a size such as 80GiB ({', '.join(_UNITS)})")
@@ -155,7 +156,7 @@ def _flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes sent in a step by the rank that sends most, by kind of parallelism."""
+    """Bytes that the rank that sends the most sends in a step, by type of parallelism."""
 
     tensor: float
     pipeline: float
@@ -165,58 +166,60 @@ class Communication:
 
 
 def ring(ranks: int) -> float:
-    """Return the share of a buffer that a rank sends in an all-gather or reduce-scatter."""
+    """Return the fraction of a buffer that a rank sends in an all-gather or reduce-scatter."""
     return (ranks - 1) / ranks
 
 
 def tensor_bytes_per_block(
     model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths | None = None
 ) -> float:
-    """Return the bytes that a block, by default the model's first, sends over tensor-parallel ranks
-    for one micro batch.
+    """Return the bytes that a block, by default the model's first, sends to tensor-parallel
+    ranks for one micro batch.
 
-    Two all-reduces of the hidden states forward and two backward (Shoeybi et al. 2019,
-    arXiv:1909.08053, section 3). Sequence parallelism replaces each by an all-gather and a reduce-
-    scatter, and gathers the inputs of the two column-parallel layers again (Korthikanti et al.
-    2022, section 4.2.2). Full recomputation sends the forward pass's part again, as far as
-    something that is kept comes after it: up to the input of the last layer where neither dropout
-    nor a norm follows that. Cross-attention has one of each more, and reads another sequence: an
-    all-reduce of its gradient, or with sequence parallelism two all-gathers and a reduce-scatter.
+    The forward pass has two all-reduces of the hidden states, and so has the backward pass
+    (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Sequence parallelism replaces each by an
+    all-gather and a reduce-scatter, and gathers the inputs of the two column-parallel layers
+    again (Korthikanti et al. 2022, section 4.2.2). Full recomputation repeats the communication
+    of the forward pass, except after the input of the last layer if neither dropout nor a norm
+    follows it. Cross-attention adds one all-reduce each way. For the sequence that it reads, it
+    also adds an all-reduce of the gradient, or two all-gathers and a reduce-scatter with
+    sequence parallelism.
     """
     lengths = lengths or block_lengths(model, layout)[0]
     again, gathers = layout.recompute in ("uniform", "block"), 0
     unneeded = (1 if layout.sequence else 2) * (again and not keeps_outputs(model))
     for each in lengths.whole:
-        layers = 3 if each.other else 2  # attention, cross-attention, MLP: each a column and a row
+        # Attention, cross-attention, MLP: a column- and a row-parallel layer each.
+        layers = 3 if each.other else 2
         gathers += each.own * (layers * (4 + 2 * again + layout.sequence) - unneeded)
         gathers += each.other * ((3 + again) if layout.sequence else 2)
-    # Autocast's matrix products are in 16 bits too.
+    # Autocast's GEMMs are in 16 bits too.
     size = 0.5 if layout.autocast else 1.0
     return ring(layout.tensor) * size * gathers * hidden_bytes(model, layout, micro_batch)
 
 
 def keeps_outputs(model: ModelConfig) -> bool:
-    """Return True if the backward pass of a block needs the output of its last layer."""
+    """Return whether a block's backward pass needs the output of its last layer."""
     return bool(model.hidden_dropout) or model.norm.post_norm
 
 
 def hidden_bytes(model: ModelConfig, layout: Layout, tokens: int) -> float:
-    """Return the bytes of the hidden states of this many tokens, not cut."""
+    """Return the bytes of the hidden states of ``tokens`` tokens that are not split over ranks."""
     size = 4 if layout.precision == "fp32" or layout.autocast else 2
     return float(size * tokens * model.hidden_size)
 
 
 def tensor_bytes_at_ends(model: ModelConfig, layout: Layout, tokens: int) -> float:
-    """Return the bytes of the token embedding or of the output head: an all-reduce each."""
+    """Return the bytes that the token embedding or the output head sends: one all-reduce."""
     return 2 * ring(layout.tensor) * hidden_bytes(model, layout, tokens)
 
 
 def pipeline_bytes(
     model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int
 ) -> float:
-    """Return the bytes that a pipeline rank sends to its neighbours: for every boundary of stages
-    the hidden states, with an encoder's output that its decoder reads, or their gradients; a share
-    of the sequence with sequence parallelism."""
+    """Return the bytes that a pipeline rank sends to its neighbours. At every stage boundary it
+    sends the hidden states, with an encoder's output that the decoder reads, or their gradients.
+    With sequence parallelism each rank sends its slice of the sequence."""
     if layout.pipeline == 1:
         return 0.0
     split = layout.tensor if layout.sequence else 1
@@ -227,7 +230,7 @@ def pipeline_bytes(
 
 @lru_cache(maxsize=64)
 def messages(layout: Layout) -> int:
-    """Return the messages of the pipeline rank that sends most, for one micro batch."""
+    """Return the messages per micro batch of the pipeline rank that sends the most."""
     stages = layout.pipeline * layout.chunks
     place = PipelineSchedule(layout.schedule, layout.pipeline, layout.chunks, stages)
     ranks = [place.rank_of(stage) for stage in range(stages)]
@@ -238,24 +241,26 @@ def messages(layout: Layout) -> int:
 
 
 def gradient_size(layout: Layout) -> int:
-    """Return the bytes of an element of the gradients that are sent."""
+    """Return the bytes per element of gradients as they are sent."""
     half = layout.precision != "fp32" and layout.zero > 0
     return 2 if half and not layout.grads_in_fp32 else 4
 
 
 def tied_bytes(layout: Layout, share: RankShare) -> tuple[float, float]:
-    """Return the bytes of a rank's gradients of tied layers with copies on other pipeline ranks,
-    and the bytes that it sends to sum them."""
+    """Return the bytes of a rank's gradients of layers tied to other pipeline ranks, and the bytes
+    that the rank sends to sum these gradients."""
     sizes = [(copies, float(gradient_size(layout) * count)) for copies, count in share.tied]
     return sum(size for _, size in sizes), sum(2 * ring(copies) * size for copies, size in sizes)
 
 
 def expert_bytes_per_block(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
-    """Return the bytes that a block with experts sends to other expert-parallel ranks for one micro
-    batch: the row of each token and expert there and back, forward and backward (Lepikhin et al.
-    2020, arXiv:2006.16668, section 3.2), and forward again with full recomputation. Ranks that
-    share each expert by tensor parallelism all send; where experts are whole, each sends the rows
-    of its tokens."""
+    """Return the bytes that a block with experts sends to expert-parallel ranks for one micro
+    batch.
+
+    Each token's row is sent to each of its experts and back, in the forward and the backward pass
+    (Lepikhin et al. 2020, arXiv:2006.16668, section 3.2), and again in full recomputation. If
+    experts are sharded over tensor-parallel ranks, all of these ranks send all rows. If experts are
+    whole, each rank sends the rows of its own tokens."""
     part = model.part(ExpertsConfig)
     rows = micro_batch * model.seq_length // layout.context * part.moe_router_topk
     rows //= layout.tensor if layout.expert_tensor is not None else 1
@@ -267,13 +272,13 @@ def expert_bytes_per_block(model: ModelConfig, layout: Layout, micro_batch: int)
 def data_bytes(
     layout: Layout, parameters: int, micro_batches: int, replicas: int | None = None
 ) -> float:
-    """Return the bytes of gradients and parameters between data-parallel ranks, or between those
-    with the same experts, ``replicas``.
+    """Return the bytes of gradients and parameters that a rank sends to other data-parallel ranks,
+    or to ``replicas`` ranks with the same experts.
 
-    Rajbhandari et al. 2020 (arXiv:1910.02054, section 7): an all-reduce of the gradients without
-    ZeRO; at stage 1 a reduce-scatter of gradients and an all-gather of weights; at stage 3 weights
-    are gathered for forward and backward and gradients scattered. Stages 2 and 3 reduce gradients
-    after every micro batch.
+    Rajbhandari et al. 2020 (arXiv:1910.02054, section 7): without ZeRO an all-reduce of the
+    gradients; at stage 1 a reduce-scatter of gradients and an all-gather of weights; at stage 3
+    weights are gathered for the forward and the backward pass, and gradients reduce-scattered.
+    Stages 2 and 3 reduce gradients after every micro batch.
     """
     weight = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
     gradient = gradient_size(layout)
@@ -289,7 +294,7 @@ def data_bytes(
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step."""
+    """Seconds of a step, by cause. Communication that computation hides is not included."""
 
     compute: float
     tensor: float
@@ -307,7 +312,7 @@ class StepTime:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step that a pipeline rank waits for the others."""
+        """Fraction of the step in which a pipeline rank waits for other ranks."""
         return self.bubble / self.total
 
 
@@ -318,11 +323,12 @@ def rank_flops(
     share: RankShare,
     imbalance: float = 1.0,
 ) -> float:
-    """Return the FLOPs of one rank for one micro batch, forward, backward and recomputation: matrix
-    products only, two operations per multiply-add, attention over all pairs, or half of them in
-    long sequences (Narayanan et al. 2021,
-    arXiv:2104.04473, section 5.1; Korthikanti et al. 2022, section 6 and appendix A); with
-    ``imbalance`` times the mean tokens of a rank for its experts."""
+    """Return one rank's FLOPs for one micro batch: forward, backward and recomputation.
+
+    Only GEMMs are counted, with two operations per multiply-add. Attention counts all pairs of
+    tokens, or half of them in long sequences (Narayanan et al. 2021, arXiv:2104.04473, section 5.1;
+    Korthikanti et al. 2022, section 6 and appendix A). The rank's experts process ``imbalance``
+    times the mean number of tokens."""
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     mlp = 2 * hidden * (3 if model.mlp.gated else 2) * width.ffn
     part, channels = model.part(LatentConfig), 2 * width.query
@@ -342,7 +348,7 @@ def rank_flops(
         matrices = projections + own * mean.mlp * mlp
         again = {None: 0, "selective": scores}.get(layout.recompute, matrices + scores)
         if layout.mlp_act and layout.recompute in (None, "selective"):
-            # Gate and up are read, and their product is written, in 16 bits.
+            # Gate and up projection are read, and their product is written, in 16 bits.
             bytes_again = own * mean.mlp * 2 * (2 + model.mlp.gated) * width.ffn
             again += FLOPS_OF_A_BYTE * bytes_again
         total += 3 * (matrices + scores) + again
@@ -361,11 +367,14 @@ def rank_flops(
 
 
 def bubble_ratio(layout: Layout, micro_batches: int) -> float:
-    """Return waiting time over working time of a pipeline: (p - 1) / (v m) by Narayanan et al. 2021
-    (section 2.2); for this project's dualpipev, whose backward B takes two or more forwards F, ((p
-    - 1) B - F / 2) / (m (F + B)). Gradients of weights that come later take as long as F, those of
-    inputs B - F: with zbh1 (p - 1) (B - F) / (m (F + B)), with dualpipev_zb (p - 1) F / 2, and (3
-    (p - 1) F - F) / 2 where blocks are recomputed, counted."""
+    """Return the idle time of a pipeline divided by its busy time.
+
+    With p ranks, v stages per rank and m micro batches it is (p - 1) / (v m) (Narayanan et al.
+    2021, section 2.2). For this project's own schedules, let F be the time of a forward pass, and B
+    >= 2 F that of a backward pass. dualpipev has ((p - 1) B - F / 2) / (m (F + B)). If weight
+    gradients are delayed, they take F and input gradients B - F: zbh1 has (p - 1) (B - F) / (m (F +
+    B)). dualpipev_zb waits (p - 1) F / 2, or with full recomputation (3 (p - 1) F - F) / 2. These
+    two were counted on simulated timelines."""
     p, m = layout.pipeline, micro_batches
     if p == 1:
         return 0.0
@@ -388,8 +397,8 @@ def step_time(
     shares: list[RankShare],
     hardware: Hardware,
 ) -> tuple[StepTime, Communication]:
-    """Return the time of a step, and the bytes sent by the rank that sends most, for a complete
-    model with its vocabulary padded for the layout."""
+    """Return the step time, and the bytes sent by the rank that sends the most. The model must be
+    complete, with its vocabulary padded for the layout."""
     t, d, p = layout.tensor, layout.replicas, layout.pipeline
     working, imbalance = [], hardware.expert_imbalance if layout.expert > 1 else 1.0
     links = hardware.link_bandwidth(layout.expert, t if layout.expert_tensor is None else 1)
@@ -410,8 +419,8 @@ def step_time(
     replicas = d // layout.expert_axis
     of_experts = data_bytes(layout, experts, micro_batches, replicas)
     stages = pipeline_bytes(model, layout, micro_batch, micro_batches)
-    # The copies of a tied embedding are averaged over replicas and then summed: all-reduces at the
-    # end of the step, which overlap with nothing.
+    # The copies of a tied embedding are averaged over replicas and then summed. These all-reduces
+    # at the end of the step overlap with nothing.
     tied, copies = max(tied_bytes(layout, share) for share in shares)
     volume = Communication(
         sent,
@@ -437,17 +446,17 @@ def step_time(
 
 
 def exposed_on_host(moved: float, time: StepTime, hardware: Hardware) -> float:
-    """Return the seconds of ``moved`` bytes between a GPU and the memory of its node that its
-    computation does not hide."""
+    """Return the seconds for moving ``moved`` bytes between a GPU and host memory that computation
+    does not hide."""
     return max(0.0, moved / (1e9 * hardware.host_bandwidth) - time.compute)
 
 
 def _context_time(
     model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare, hardware: Hardware
 ) -> tuple[float, float]:
-    """Return the bytes that a rank's attention sends over the ranks that divide sequences for one
-    micro batch, and the seconds that computation does not hide: keys in rings travel during
-    attention, heads and gathered keys before it."""
+    """Return the bytes that a rank's attention sends to other context-parallel ranks for one micro
+    batch, and the seconds of this transfer that computation does not hide. Rings send keys during
+    attention, whereas all-to-all over heads and all-gather of keys precede it."""
     sent = waited = 0.0
     if layout.context == 1:
         return sent, waited
@@ -468,12 +477,12 @@ def _context_time(
 
 
 def _tensor_bytes(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:
-    """Return the bytes that a rank's layers send over tensor-parallel ranks for one micro batch."""
+    """Return the bytes that a rank's layers send to tensor-parallel ranks for one micro batch."""
     sent = sum(
         count * tensor_bytes_per_block(model, layout, micro_batch, lengths)
         for lengths, count in Counter(chain(*share.stages)).items()
     )
-    # DualPipeV's first rank has both ends.
+    # In DualPipeV, the first rank has both the first and the last layers.
     ends = [(share.first, share.stages[0][0]), (share.last, share.stages[-1][-1])]
     return sent + sum(
         tensor_bytes_at_ends(model, layout, micro_batch * lengths.own)

@@ -1,7 +1,7 @@
-"""Calls of collectives and bytes that a rank sends in a step, by axis, as the layers make them.
+"""Number of collectives, and bytes that a rank's layers send in a step, for each axis of the mesh.
 
-Counted are the calls that grow with the model and with the micro batches, not the few numbers that
-a step compares and logs. The data axis is as in ZeRO 0.
+Only calls whose size grows with the model or the micro batches are counted, not the few numbers
+that a step compares and logs. The data axis is for ZeRO 0.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron.parallel.mesh import Group
 from megatron.parallel.tensor_parallel import TensorParallel
 
 LOSS_ROWS = {"compiled": 3, "eager": 2}
-"""Numbers of a token that tensor-parallel ranks exchange for a loss: the largest logit, the sum of
-exponentials and the label's logit; without compiler the logarithm of both first."""
+"""Numbers per token that tensor-parallel ranks exchange for a loss: the largest logit, the sum of
+exponentials and the label's logit. The eager loss combines the first two."""
 
 
 class Sent(NamedTuple):
-    """Collective calls of a rank in a step, and the bytes that it sends in them."""
+    """A rank's collective calls in a step, and the bytes that it sends in them."""
 
     calls: int
     bytes: float
@@ -56,7 +56,7 @@ NOTHING = Sent(0, 0.0)
 
 @lru_cache(maxsize=64)
 def summed_parameters(model: ModelConfig, tensor: int, sequence: bool) -> tuple[int, ...]:
-    """Return, for each layer, the parameters whose gradients are summed over ``tensor`` ranks."""
+    """Return each layer's number of parameters whose gradients are summed over ``tensor`` ranks."""
     tp = TensorParallel(Group(tuple(range(tensor))), sequence)
     with torch.device("meta"):
         return tuple(
@@ -74,11 +74,11 @@ def sent_over_tensor(
     loss: str = "compiled",
     chunks: int = 1,
 ) -> Sent:
-    """Return the traffic of a rank, without pipeline, to the ranks that share a decoder's layers.
+    """Return a rank's traffic to the tensor-parallel ranks that share a decoder's layers.
 
     Args:
-        loss: kind of :data:`LOSS_ROWS`.
-        chunks: parts in which a micro batch's loss is computed.
+        loss: a key of :data:`LOSS_ROWS`.
+        chunks: number of chunks in which a micro batch's loss is computed.
     """
     t = layout.tensor
     if t == 1:
@@ -86,9 +86,9 @@ def sent_over_tensor(
     each = NOTHING
     again = layout.recompute in ("uniform", "block")
     for lengths, count in Counter(chain(*share.stages)).items():
-        # Attention and MLP have a call each that enters and one that leaves, each way; of whole
-        # activations only a sum of two. A split region gathers inputs again for the gradients of
-        # weights.
+        # In each direction, attention and MLP have one call at the input and one at the output.
+        # With whole activations, one of the two is an all-reduce and the other nothing. Sequence
+        # parallelism gathers inputs again for the weight gradients.
         passes = 2 + again
         calls = 2 * passes * (2 if layout.sequence else 1) + 2 * layout.sequence
         calls -= again and not keeps_outputs(model)
@@ -109,8 +109,8 @@ def sent_over_tensor(
 def sent_over_context(
     model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int, share: RankShare
 ) -> Sent:
-    """Return the average traffic of a rank to the ranks with other parts of its sequences: three
-    calls for each step of a ring, two each way for heads, and three for gathered keys."""
+    """Return a rank's average traffic to its context-parallel ranks. A ring has three calls per
+    step, all-to-all over heads has two each way, and an all-gather of keys has three."""
     if layout.context == 1:
         return NOTHING
     kind, element = (*layout.comm, "p2p")[0], 2 if layout.precision != "fp32" else 4
@@ -127,8 +127,8 @@ def sent_over_context(
 def sent_over_pipeline(
     model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int, share: RankShare
 ) -> Sent:
-    """Return what the pipeline rank that sends most sends: messages of each micro batch, and the
-    gradients of tied layers once."""
+    """Return the traffic of the pipeline rank that sends the most: the messages of each micro
+    batch, and the gradients of tied layers once per step."""
     if layout.pipeline == 1:
         return NOTHING
     sent = pipeline_bytes(model, layout, micro_batch, micro_batches)
@@ -138,8 +138,8 @@ def sent_over_pipeline(
 
 
 def sent_over_data(layout: Layout, share: RankShare) -> Sent:
-    """Return what a rank sends at ZeRO 0 to the replicas of its layers: the gradients of a step,
-    which DeepSpeed sums in one call up to 500 million."""
+    """Return a rank's traffic to the replicas of its layers at ZeRO 0: a step's gradients, which
+    DeepSpeed all-reduces in calls of up to 500 million elements."""
     if layout.replicas == 1:
         return NOTHING
     calls = -(-share.parameters // 500_000_000)

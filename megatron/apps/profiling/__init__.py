@@ -1,1 +1,2 @@
-"""A table of the time of a training step, read from a trace of torch's profiler."""
+"""Tables that show how the time of a training step is spent, computed from a trace of torch's
+profiler."""

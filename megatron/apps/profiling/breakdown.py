@@ -1,7 +1,8 @@
-"""The breakdown of a step: every moment is assigned to one category and one phase.
+"""Breakdown of a step's time: every moment is assigned to one category and one phase.
 
-HolisticTraceAnalysis (0.5.0) reads no trace of a CPU, knows neither phases nor categories of
-kernels, and depends on JupyterLab; docs/guides/profiling.md shows what it adds.
+HolisticTraceAnalysis (0.5.0) is not used, because it reads no CPU traces, distinguishes neither
+phases nor categories of kernels, and depends on JupyterLab. docs/guides/profiling.md shows what it
+adds.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from megatron.apps.profiling.trace import Event, Indices, Thread, Trace, TraceEr
 
 
 class TimeEntry(NamedTuple):
-    """A row of one of the lists of a breakdown, per step.
+    """Row of a table in a breakdown, per step.
 
     Attributes:
-        name: operator, kernel, collective or wait; of a matrix product "M x K x N".
-        time: microseconds, an operator's without those inside it, a collective's with the wait for
-            other ranks.
-        amount: bytes that an operator allocates or a collective receives from this rank, FLOPs of
-            matrix products (two per multiply-add).
+        name: name of an operator, kernel, collective or wait, or "M x K x N" for a GEMM.
+        time: microseconds. For an operator, without the operators inside it; for a collective,
+          including the wait for other ranks.
+        amount: bytes that an operator allocates or that this rank contributes to a collective, or
+          FLOPs of GEMMs (two per multiply-add).
     """
 
     name: str
@@ -53,13 +54,14 @@ class TimeEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Time of a step by its parts, in microseconds of a step.
+    """Time of a step by category and phase, in microseconds per step.
 
     Attributes:
-        kind: ``mean`` of the steps, or ``least``: each operator as in its fastest step.
-        on_device: True if the time is a device's, else the training thread's on a CPU.
-        cells: time by category and phase; they sum to ``step``.
-        hidden: time of the mean step in which a collective runs at the same time as other work.
+        kind: ``mean`` for the mean of the steps, or ``least`` if each operator is taken from the
+          step in which it was fastest.
+        on_device: True for a device's time, False for the time of the training thread on a CPU.
+        cells: time by (category, phase). The values add up to ``step``.
+        hidden: time, in the mean step, in which a collective overlaps with other work.
     """
 
     path: Path
@@ -83,7 +85,7 @@ class Breakdown:
         return sum(time for (_, each), time in self.cells.items() if each == phase)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, times in milliseconds of a step."""
+        """Return the breakdown as JSON values, with times in milliseconds per step."""
         milliseconds: dict[str, dict[str, float]] = defaultdict(dict)
         for (category, phase), time in self.cells.items():
             milliseconds[category][phase] = time / 1e3
@@ -103,8 +105,8 @@ class Breakdown:
 
 
 class Work(NamedTuple):
-    """A part of a step (microseconds) that belongs to one category and one phase; ``event`` is the
-    CPU's, or that which launched the kernel, ``launched`` its category."""
+    """Microseconds of a step that belong to one category and one phase. ``event`` is the CPU event,
+    or the one that launched the kernel, and ``launched`` is that event's category."""
 
     category: str
     phase: str
@@ -116,9 +118,9 @@ class Work(NamedTuple):
 
 
 def break_down(trace: Trace, least: bool = False) -> Breakdown:
-    """Break the mean of a trace's steps down: the training thread's time on a CPU, the device's on
-    a GPU; with ``least`` every operator as in the step in which it was fastest. Raises TraceError
-    if the trace has no steps, or ``least`` and a GPU's time."""
+    """Break down the mean of a trace's steps: the training thread's time on a CPU, or the device's
+    time on a GPU. With ``least``, each operator is taken from the step in which it was fastest.
+    Raises TraceError if the trace has no steps, or if ``least`` is used with a GPU trace."""
     on_device = bool(trace.kernels)
     if on_device and least:
         raise TraceError(
@@ -128,7 +130,7 @@ def break_down(trace: Trace, least: bool = False) -> Breakdown:
     grid = _Grid(trace)
     work, hidden = _device_work(grid) if on_device else _host_work(grid)
     total, expected, count = sum(w.time for w in work), grid.length(grid.window), len(grid.steps)
-    # Times have a resolution of a nanosecond.
+    # Timestamps have a resolution of a nanosecond.
     assert abs(total - expected) < 1e-6 * total + 1, (total, expected)
     parts = count
     if least:
@@ -155,11 +157,12 @@ def break_down(trace: Trace, least: bool = False) -> Breakdown:
 
 
 class _Grid:
-    """The time of a trace, cut into cells at every edge of an event, and the steps in it.
+    """Time axis of a trace, cut into cells at every start and end of an event, with the trace's
+    steps.
 
     Attributes:
-        on_main: number of the training thread's event in each cell.
-        window: cells that are broken down, the device's if it is a trace of one.
+        on_main: index of the training thread's event in each cell.
+        window: cells to break down; the device's cells if the trace has device events.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -185,27 +188,28 @@ class _Grid:
         if trace.kernels:
             kernels = trace.kernels
             self.collectives = [k for k in kernels if _is_collective(k)]
-            # Without holes: from the last kernel of a step to the first of the next it is idle.
+            # Include the gaps between steps: the device is idle from one step's last kernel to the
+            # next step's first.
             seen = trace.device_steps or self.steps
             first, last = min(e.start for e in seen), max(e.end for e in seen)
             self.window = (self.middle > first) & (self.middle < last) & counted
 
     def paint(self, events: Sequence[Event]) -> Indices:
-        """Return for each cell the last of the events that covers it, -1 if none does."""
+        """Return, for each cell, the index of the last of the events that cover it, or -1."""
         return paint(self._edges, [(event.start, event.end) for event in events])
 
     def length(self, cells: npt.NDArray[np.bool_]) -> float:
         return float(self._width[cells].sum())
 
     def times(self, owners: Indices, cells: npt.NDArray[np.bool_], count: int) -> list[float]:
-        """Return the microseconds of each of ``count`` events in the ``cells`` that it owns."""
+        """Return how many microseconds in ``cells`` each of ``count`` events owns."""
         cells = cells & (owners >= 0)
         times: list[float] = np.bincount(owners[cells], self._width[cells], count).tolist()
         return times
 
     def label(self, thread: str, time: float) -> Label:
-        """Return the label of a thread's event; its phase is the training thread's where it has no
-        other, as in threads that work for the backward pass."""
+        """Return the label of a thread's event at a time. If the event has no phase of its own, as
+        in threads that work for the backward pass, it gets the training thread's phase."""
         innermost = self.threads[thread].find(time) if thread in self.threads else None
         label = Label() if innermost is None else innermost[1]
         main = self.main.find(time)
@@ -216,8 +220,7 @@ class _Grid:
         return 0 <= cell < len(self.in_steps) and bool(self.in_steps[cell])
 
     def allocated(self, parts: int) -> dict[str, float]:
-        """Return the bytes that each operator of the training thread allocates in ``parts`` mean
-        steps."""
+        """Return the bytes that each training-thread operator allocates in ``parts`` mean steps."""
         memory: dict[str, float] = defaultdict(float)
         for thread, time, size in self.trace.allocations:
             innermost = self.main.find(time)
@@ -226,7 +229,7 @@ class _Grid:
         return memory
 
     def collective_calls(self) -> list[TimeEntry]:
-        """Return collectives of the mean step, the slowest first."""
+        """Return the collectives of the mean step, slowest first."""
         inside = np.concatenate(([0], np.cumsum(self._width * self.window)))
         named: dict[str, list[Event]] = defaultdict(list)
         for event in self.collectives:
@@ -248,7 +251,7 @@ class _Grid:
         return _summed(calls, len(self.steps))
 
     def waits(self) -> list[TimeEntry]:
-        """Return reads of tensors' values, and CUDA calls that wait for the device."""
+        """Return the reads of tensors' values, and the CUDA calls that wait for the device."""
         reads = [
             event
             for events in self.trace.host.values()
@@ -264,9 +267,9 @@ class _Grid:
 
 
 def _host_work(grid: _Grid) -> tuple[list[Work], float]:
-    """Return the training thread's time, and the time in which a collective ran at the same time as
-    its work. Where it runs no operator but a collective runs in another thread, it waits for
-    that."""
+    """Return the training thread's time, and the time in which collectives overlapped with its
+    work. A thread that runs no operator while another thread runs a collective is counted as
+    waiting for that collective."""
     main = grid.main
     sending = np.zeros(len(grid.middle), bool)
     for thread in grid.threads.values():
@@ -289,11 +292,11 @@ def _host_work(grid: _Grid) -> tuple[list[Work], float]:
 
 
 def _device_work(grid: _Grid) -> tuple[list[Work], float]:
-    """Return the device's time, and the time in which a collective ran at the same time as other
-    kernels. Of concurrent kernels the one that began first counts, collectives only where nothing
-    else runs; the rest is idle, in the phase of the training thread."""
+    """Return the device's time, and the time in which collectives overlapped with other kernels. Of
+    concurrent kernels, only the one that began first counts, and a collective counts only if no
+    other kernel runs. The remaining time is idle, in the training thread's phase."""
     kernels, sending = grid.trace.kernels, grid.paint(grid.collectives) >= 0
-    # In the order of painting: the last one counts.
+    # Later events overwrite earlier ones when painting.
     order = sorted(kernels, key=lambda k: (not _is_collective(k), -k.start))
     owners = grid.paint(order)
     times, work = grid.times(owners, grid.window, len(order)), []
@@ -324,13 +327,13 @@ def _is_collective(kernel: Event) -> bool:
 
 
 def _least(work: Sequence[Work], steps: int) -> list[Work]:
-    """Return one step of parts that each take the least time that they took in any step. Parts of
-    different steps belong together if they have the same operator, category, phase and number among
-    these in their step; parts that some steps lack are left out."""
+    """Return one step in which each entry takes the least time that it took in any step. Entries of
+    different steps correspond if they have the same operator, category and phase, and the same
+    index among such entries of their step. Entries that are missing in some steps are dropped."""
     parts: dict[tuple[Any, int], list[Work]] = defaultdict(list)
     counts: dict[Any, int] = defaultdict(int)
     for part in work:
-        # The name of a step's own event ends in its number.
+        # The name of the step event itself ends with the step's number.
         kind = (part.category, part.phase, part.name.partition("#")[0])
         parts[kind, counts[kind, part.step]].append(part)
         counts[kind, part.step] += 1
@@ -338,7 +341,7 @@ def _least(work: Sequence[Work], steps: int) -> list[Work]:
 
 
 def _summed(entries: Iterable[TimeEntry], parts: int) -> list[TimeEntry]:
-    """Add up entries of ``parts`` steps by name and phase, the slowest first."""
+    """Sum the entries of ``parts`` steps by name and phase, and return the means, slowest first."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0])
     for name, phase, *numbers in entries:
         sums[name, phase] = [a + b for a, b in zip(sums[name, phase], numbers, strict=True)]
@@ -356,8 +359,8 @@ def _operators(work: Iterable[Work], memory: Mapping[str, float]) -> Iterator[Ti
         yield TimeEntry(name, "", 0, 0.0, size)
 
 
-# Places of the factors among the inputs: [m, k] and [k, n], of a linear layer [..., k] and [n,
-# k].
+# Indices of the two matrices among the inputs. The matrices are [m, k] and [k, n], or [..., k] and
+# [n, k] for a linear layer.
 _FACTORS = {
     "aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::_addmm_activation": (1, 2),
     "aten::_scaled_mm": (0, 1), "aten::_int_mm": (0, 1),
@@ -366,8 +369,8 @@ _FACTORS = {
 
 
 def gemm_shape(event: Event) -> tuple[int, int, int] | None:
-    """Return (m, k, n) of an operator's matrix product; None if it has none, or the trace no
-    shapes."""
+    """Return (m, k, n) of an operator's GEMM, or None if the operator is not a GEMM or the trace
+    has no shapes."""
     dims: list[Any] = event.args.get("Input Dims") or []
     first, second = _FACTORS.get(event.name, (0, len(dims)))
     if len(dims) <= second or len(dims[first]) < 2 or len(dims[second]) != 2:
@@ -386,7 +389,7 @@ def _gemms(work: Iterable[Work]) -> Iterator[TimeEntry]:
             yield TimeEntry(name, part.phase, calls, part.time, 2.0 * math.prod(shape) * calls)
 
 
-# Bytes of an element by dtype, as Kineto names it in lower case.
+# Bytes per element, keyed by Kineto's dtype names in lower case.
 _BYTES = {
     "double": 8, "float": 4, "bfloat16": 2, "half": 2, "long int": 8, "long": 8, "int": 4,
     "signed char": 1, "unsigned char": 1, "byte": 1, "bool": 1, "float8_e4m3fn": 1,

@@ -1,6 +1,6 @@
-"""Records some steps of a run: torch's profiler, NVIDIA's nsys, the GPU's allocations.
+"""Recording of some steps of a run with torch's profiler, NVIDIA's nsys, or CUDA's memory history.
 
-Engine and checkpoints mark the phases of a step with ``record_function("megatron::...")``.
+The engine and checkpoints mark the phases of a step with ``record_function("megatron::...")``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Callback]:
-    """The callback that profiles a run after ``iteration`` iterations, if its flags select this
-    rank. Raises ValueError if a flag needs a GPU and the run has none."""
+    """Return the callback that profiles a run after ``iteration`` iterations, or an empty list if
+    the flags do not select this rank or nothing remains to profile. Raises ValueError if a flag
+    requires a GPU and the run has none."""
     options = config.section(ProfilingConfig)
     rank, on_gpu = engine.mesh.world.rank, engine.device.type == "cuda"
     if options.record_memory_history and not on_gpu:
@@ -53,35 +54,35 @@ def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Ca
 
 
 def under_nsys(options: ProfilingConfig, on_gpu: bool) -> bool:
-    """Return True if nsys records this process, and torch's profiler is not requested."""
-    # The variable by which nsys informs its processes; NVTX.jl and GROMACS look for it as well.
+    """Return whether nsys records this process and torch's profiler was not requested."""
+    # nsys sets this variable in its processes. NVTX.jl and GROMACS check it as well.
     recorded = "NSYS_PROFILING_SESSION_ID" in os.environ
     plain = options.profile == "auto" and not options.use_pytorch_profiler
     return recorded and on_gpu and plain
 
 
 class Recorder:
-    """Records consecutive steps; its methods do nothing unless overridden."""
+    """Recorder of consecutive steps. Its methods do nothing unless overridden."""
 
     def prepare(self) -> None:
-        """The step before the first recorded one begins."""
+        """Prepare, before the step that precedes the first recorded step."""
 
     def start(self, iteration: int) -> None:
-        """The first recorded step begins, after ``iteration`` iterations."""
+        """Start recording, before the first recorded step and after ``iteration`` iterations."""
 
     def step(self) -> None:
-        """The next recorded step begins."""
+        """Mark the start of each further recorded step."""
 
     def stop(self, iteration: int) -> None:
-        """The last recorded step, ``iteration``, has ended."""
+        """Stop recording, after the last recorded step, which is ``iteration``."""
 
     def close(self) -> None:
-        """Profiling ends, perhaps before a step was recorded."""
+        """Release resources when profiling ends, possibly before a step was recorded."""
 
 
 class Profiler(Callback):
-    """Tells recorders when the steps that they record begin and end, in a run that has already done
-    ``iteration`` iterations."""
+    """Callback that starts and stops recorders. ``iteration`` is the number of iterations that the
+    run has already completed."""
 
     def __init__(self, recorders: list[Recorder], options: ProfilingConfig, iteration: int) -> None:
         self.recorders, self.options, self.iteration = recorders, options, iteration
@@ -118,7 +119,7 @@ class Profiler(Callback):
         self._tell("close")
 
     def _tell(self, event: str, *args: Any) -> None:
-        """A profile that cannot be written does not end the run."""
+        """Call a method of all recorders. A profile that cannot be written does not end the run."""
         for recorder in list(self.recorders):
             try:
                 getattr(recorder, event)(*args)
@@ -134,7 +135,8 @@ class Profiler(Callback):
 
 
 class TorchTrace(Recorder):
-    """torch's profiler: a trace file, and a table of where the time goes."""
+    """Recorder that uses torch's profiler, writes a trace file and prints a table of how the time
+    is spent."""
 
     def __init__(self, config: RunConfig, device: torch.device, rank: int) -> None:
         self.options, self.device, self.rank = config.section(ProfilingConfig), device, rank
@@ -145,7 +147,7 @@ class TorchTrace(Recorder):
         self.folder = Path(self.options.profile_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
         if config.fast_paths.torch_compile == "on" and device.type == "cpu":
-            # Inductor's CPU kernels appear in traces only if they are compiled for it.
+            # Inductor's CPU kernels appear in traces only if they are compiled with profiling code.
             from torch._inductor import config as inductor
 
             inductor.cpp.enable_kernel_profile = True
@@ -162,8 +164,8 @@ class TorchTrace(Recorder):
         self.begun = False
 
     def prepare(self) -> None:
-        """Starts the profiler, whose first events are slow, and measures the matmul peak."""
-        # Twice, in case other programs use the machine during one of them.
+        """Measure the peak GEMM rate, and start the profiler, whose first events are slow."""
+        # Measure twice, in case other programs interfere with one measurement.
         self.peak = max(measure_matmul_peak(self.dtype, self.device, seconds=0.3) for _ in range(2))
         self.profiler.start()
         self.begun = True
@@ -180,7 +182,7 @@ class TorchTrace(Recorder):
         self.profiler.step()
 
     def stop(self, iteration: int) -> None:
-        """Writes the trace, and on the first rank prints the table."""
+        """Write the trace, and print the table on the first profiled rank."""
         self.close()
         path = self.folder / f"rank{self.rank}-step{self.first}-{iteration}.json.gz"
         with replacing(path, ".json.gz") as part:
@@ -198,14 +200,14 @@ class TorchTrace(Recorder):
 
 
 class NsysRange(Recorder):
-    """nsys's capture range (``nsys profile --capture-range cudaProfilerApi``), with an NVTX range
-    for every operator and phase."""
+    """Recorder that marks nsys's capture range (``nsys profile --capture-range cudaProfilerApi``),
+    with an NVTX range for every operator and phase."""
 
     def __init__(self) -> None:
         self._ranges = torch.autograd.profiler.emit_nvtx(record_shapes=True)
 
     def start(self, iteration: int) -> None:
-        torch.cuda.synchronize()  # earlier steps are not recorded
+        torch.cuda.synchronize()  # keeps work from earlier steps out of the recording
         torch.cuda.profiler.start()
         self._ranges.__enter__()
 
@@ -216,10 +218,10 @@ class NsysRange(Recorder):
 
 
 class MemoryHistory(Recorder):
-    """Every allocation of the GPU from construction on, with the Python lines that made it."""
+    """Recorder of all GPU allocations since its creation, with the Python lines that made them."""
 
     entries = 100_000
-    """Allocations that are kept, the newest."""
+    """Maximum number of allocations to keep. The oldest are dropped."""
 
     def __init__(self, options: ProfilingConfig, rank: int) -> None:
         path = Path(options.memory_snapshot_path)
@@ -233,7 +235,7 @@ class MemoryHistory(Recorder):
         self.close()
 
     def close(self) -> None:
-        """Writes the file, once."""
+        """Write the snapshot file. Only the first call has an effect."""
         if not self.recording:
             return
         self.recording = False

@@ -1,9 +1,9 @@
-"""The kind of work of an operator or kernel, by its name and the events around it.
+"""Classification of operators and kernels by their names and the events around them.
 
-Names are from torch's operators (``aten::mm``), autograd's nodes (``MmBackward0``), inductor's
-fused kernels (which list what they fuse), and the kernels of cuBLAS, cuDNN, CUTLASS,
-flash-attention, NCCL and torch on GPUs. Phases are marked by the engine (``megatron::forward``) or,
-in traces of other programs, by torch.
+Names come from torch's operators (``aten::mm``), autograd's nodes (``MmBackward0``), inductor's
+fused kernels (whose names list what they fuse), and the GPU kernels of cuBLAS, cuDNN, CUTLASS,
+flash-attention, NCCL and torch. Phases are marked by the engine (``megatron::forward``) or, in
+traces of other programs, by torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import cache
 from typing import NamedTuple
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, REST = "data", "forward", "backward", "optimizer", "rest"
-# Phases of a step, in their order; ``rest`` is all that is in no other.
+# Phases of a step, in order. ``rest`` is everything outside the other phases.
 PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, REST)
 
-# scopes between two steps that are not part of one
+# Scopes between two steps. They belong to neither step.
 OUTSIDE = ("megatron::evaluate", "megatron::save")
 
 _PHASES = (
@@ -32,13 +32,14 @@ UPDATE, COMMUNICATION, LOADING = "optimizer", "communication", "data"
 COPIES, HOST, IDLE = "copies and casts", "host", "idle"
 CATEGORIES = (ATTENTION, GEMMS, NORMS, ELEMENTWISE, EMBEDDING, LOSS, UPDATE, COMMUNICATION, LOADING,
               COPIES, HOST, IDLE)  # fmt: skip
-"""Rows of the table: ``host`` is Python, DeepSpeed, views, allocations and dispatch on a CPU;
+"""Rows of the table. ``host`` is Python, DeepSpeed, views, allocations and dispatch on a CPU.
 ``idle`` is the time in which a GPU waits for the CPU."""
 
 
 class Mark(NamedTuple):
-    """The meaning of a name: the phase that it opens; the category of all inside it, unless that
-    has its own; the category of its own time; and True for an operator, whose own time is work."""
+    """Meaning of an event's name: the phase that it opens; the category of events inside it that
+    have none of their own; the category of its own time; and whether it is an operator, whose own
+    time is work rather than overhead."""
 
     phase: str | None
     context: str | None
@@ -47,7 +48,7 @@ class Mark(NamedTuple):
 
 
 class Label(NamedTuple):
-    """The meaning of an event by its own name and those around it: its phase, its context
+    """Label of an event, derived from its own name and the events around it: its phase, its context
     (attention, norm, embedding, loss or None), and the category of its own time."""
 
     phase: str = REST
@@ -91,13 +92,13 @@ _HOST_OPERATOR = re.compile(
     r"|detach_?$|profiler::|torch::autograd|TorchDynamo|## Call|Torch-Compiled Region"
     r"|CompiledFunction|Optimizer\."
 )
-# What inductor fused, in its kernels' names: graph_0_cpp_fused_add_native_layer_norm_2,
+# Names of inductor's kernels list what they fuse: graph_0_cpp_fused_add_native_layer_norm_2,
 # triton_per_fused__to_copy_rms_norm_0.
 _FUSED = re.compile(r"(?:cpp|triton_\w+?)_fused_(\w*?)_?\d*$")
 _FUSED_KINDS = (
     (LOSS, re.compile(r"nll_loss|cross_entropy|log_softmax|logsumexp")),
     (ATTENTION, re.compile(r"scaled_dot_product|softmax")),
-    # rsqrt, pow_sum: RMSNorm in parts, forward and backward.
+    # rsqrt and pow_sum occur in RMSNorm, forward and backward.
     (NORMS, re.compile(r"layer_norm|rms_norm|rsqrt|var_mean|pow_sum")),
     (EMBEDDING, re.compile(r"embedding")),
     (COPIES, re.compile(
@@ -121,7 +122,7 @@ _KERNELS = [
 
 @cache
 def mark_of(name: str) -> Mark:
-    """Return the meaning of the name of an event on the CPU."""
+    """Return the meaning of a CPU event's name."""
     phase = next((phase for phase, pattern in _PHASES if pattern.match(name)), None)
     node = name.removeprefix("autograd::engine::evaluate_function: ")
     context = next((kind for kind, pattern in _CONTEXTS if pattern.search(node)), None)
@@ -131,7 +132,7 @@ def mark_of(name: str) -> Mark:
         return Mark(phase, None, fused, True)
     operator = "::" in name and not name.startswith(("autograd::", "megatron::", "torch::"))
     if name != node or (node.endswith(("Backward", "Backward0", "Backward1")) and not operator):
-        return Mark(phase, context, HOST, False)  # its own time is autograd's
+        return Mark(phase, context, HOST, False)  # its own time is autograd's overhead
     for own, pattern in ((GEMMS, _GEMM), (ATTENTION, _BATCHED), (COPIES, _COPY)):
         if pattern.match(name):
             return Mark(phase, context, own, operator)
@@ -140,7 +141,7 @@ def mark_of(name: str) -> Mark:
 
 
 def _fused_kind(name: str) -> str | None:
-    """Return the category of a kernel that inductor fused; None for other names."""
+    """Return the category of a kernel fused by inductor, or None for other names."""
     match = _FUSED.search(name)
     if match is None:
         return None
@@ -149,13 +150,13 @@ def _fused_kind(name: str) -> str | None:
 
 
 def label_inside(parent: Label, name: str, context: str | None = None) -> Label:
-    """Return the label of an event of this name inside of another; ``context`` is the context of
-    the forward operator whose gradient it computes."""
+    """Return the label of an event of this name inside another event. ``context`` is the context of
+    the forward operator whose gradient the event computes."""
     mark = mark_of(name)
     phase = mark.phase or parent.phase
     within = mark.context or context or parent.context
     if parent.context == ATTENTION:
-        within = ATTENTION  # a softmax or a norm inside belongs to the attention kernel
+        within = ATTENTION  # a softmax or norm inside attention belongs to it
     return Label(phase, within, _category(mark, phase, within))
 
 
@@ -179,12 +180,13 @@ def _category(mark: Mark, phase: str, context: str | None) -> str:
 
 @cache
 def _kernel_kind(name: str) -> str | None:
-    """The category that a kernel's name tells; None where it could be many things."""
+    """Return the category that a kernel's name implies, or None if the name is ambiguous."""
     return _fused_kind(name) or next((kind for kind, p in _KERNELS if p.search(name)), None)
 
 
 def kernel_category(name: str, launch: Label | None) -> str:
-    """The category of a kernel by its name and the event that launched it, None if unknown."""
+    """Return a kernel's category, given its name and ``launch``, the label of the event that
+    launched it (None if unknown)."""
     kind = _kernel_kind(name)
     if kind == COMMUNICATION or launch is None:
         return kind or ELEMENTWISE
@@ -197,6 +199,6 @@ def kernel_category(name: str, launch: Label | None) -> str:
     if launch.phase == OPTIMIZER and kind != COPIES:
         return UPDATE
     if kind is None or kind == UPDATE:
-        # multi_tensor_apply is the kernel of all _foreach operators.
+        # multi_tensor_apply implements all _foreach operators.
         return launch.category if launch.category not in (HOST, LOADING) else ELEMENTWISE
     return kind

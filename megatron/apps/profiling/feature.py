@@ -1,4 +1,4 @@
-"""Recording of steps, for tables and for Perfetto."""
+"""Recording of training steps, for time tables and for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of the recording of steps."""
+"""Profiling flags."""
 
 from __future__ import annotations
 
@@ -10,36 +10,35 @@ from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option
 
 @dataclass(frozen=True)
 class ProfilingConfig(FlagSection):
-    """Profiling: which steps, on which ranks, written where."""
+    """Profiling: steps and ranks to record, and output files."""
 
     after = "logging"
 
     profile: str | None = option(None, choices=("auto", "pt", "pt-full"), bare="auto")
-    """Profile some iterations: print where their time goes and write a trace for Perfetto with
-    torch's profiler; under NVIDIA's nsys mark its capture range and NVTX ranges. pt uses torch's
-    profiler under nsys as well, pt-full records call stacks too."""
+    """Profile some iterations. torch's profiler prints how their time is spent and writes a trace
+    for Perfetto. Under NVIDIA's nsys, its capture range and NVTX ranges are marked instead. pt uses
+    torch's profiler under nsys as well; pt-full also records call stacks."""
     profile_steps: str | None = option(None, flag="--profile_steps", aliases=("--profile-steps",))
-    """FIRST,LAST: the iterations that are profiled, such as 2,3."""
+    """FIRST,LAST: the iterations to profile, such as 2,3."""
     profile_step_start: int = option(10, bounds=NOT_NEGATIVE)
-    """Profiling starts after this iteration."""
+    """Iteration after which profiling starts."""
     profile_step_end: int = option(12)
-    """Last iteration that is profiled; if only --profile-step-start is given, that
-    iteration + 2."""
+    """Last iteration to profile. 2 after --profile-step-start if only that flag is given."""
     profile_ranks: tuple[int, ...] = option((0,))
-    """Ranks that are profiled; the first one prints the table."""
+    """Ranks to profile. The first of them prints the table."""
     use_pytorch_profiler: bool = option(False)
-    """Use torch's profiler under nsys as well; elsewhere --profile uses it anyway."""
+    """Use torch's profiler under nsys as well. Without nsys, --profile always uses it."""
     profile_dir: str | None = option(None, derived="profile in --save, else in this folder")
-    """Folder for the traces, rank0-step10-12.json.gz."""
+    """Folder for traces, with file names such as rank0-step10-12.json.gz."""
     record_memory_history: bool = option(False)
-    """Record all GPU memory allocations of --profile-ranks, from the start to --profile-step-end or
-    an error such as out of memory."""
+    """Record all GPU memory allocations of --profile-ranks, from the start of the run to
+    --profile-step-end or an error, such as out of memory."""
     memory_snapshot_path: str = option("snapshot.pickle")
-    """File for --record-memory-history, shown by https://pytorch.org/memory_viz; the other
-    --profile-ranks append their number to its name."""
+    """File for --record-memory-history, which https://pytorch.org/memory_viz displays. All
+    --profile-ranks except the first append their rank to its name."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.profile, bool):  # saved by an earlier version
+        if isinstance(self.profile, bool):  # from a configuration saved by an earlier version
             object.__setattr__(self, "profile", "auto" if self.profile else None)
 
 
@@ -50,7 +49,7 @@ def resolve_profiling(
     save: str | None,
     resolver: ConfigResolver,
 ) -> ProfilingConfig:
-    """Completes the profiling of a run of ``iterations`` iterations (None: not known)."""
+    """Return the flags with derived values. ``iterations`` is the run's length, None if unknown."""
     start, end, ranks = "profile_step_start", "profile_step_end", "profile_ranks"
     first, last = flags.profile_step_start, flags.profile_step_end
     if flags.profile_steps is not None:
@@ -90,7 +89,7 @@ def resolve_profiling(
 
 
 def _profiled_steps(steps: str, resolver: ConfigResolver) -> tuple[int, int]:
-    """The values of --profile-step-start and --profile-step-end that --profile_steps means."""
+    """Return the --profile-step-start and --profile-step-end that --profile_steps implies."""
     shown, start, end = resolver.show("profile_steps"), "profile_step_start", "profile_step_end"
     words = steps.split(",")
     resolver.check(

@@ -1,4 +1,4 @@
-"""A breakdown as text."""
+"""Formatting of a breakdown as text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MIB = 2**20
 
 
 def breakdown_text(found: Breakdown, top: int = 12) -> str:
-    """Return categories by phase, the ``top`` operators and matrix products, collectives and
-    waits."""
+    """Return the tables of categories by phase, of the ``top`` operators and GEMMs, of collectives
+    and of waits."""
     unit = "GPU time" if found.on_device else "time of the training thread"
     steps = f"{found.steps} step{'s' if found.steps > 1 else ''}"
     how = "in the mean" if found.kind == "mean" else "when each operator is at its fastest"
@@ -109,8 +109,8 @@ def _share(part: float, whole: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return columns of equal width; the first ``left`` ones left-aligned, the others right-
-    aligned."""
+    """Return an aligned table. The first ``left`` columns are left-aligned, all others
+    right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

@@ -1,7 +1,7 @@
-"""Traces of torch's profiler: the Chrome trace format that Kineto writes, plain or gzip, and the
-innermost event of a thread at every moment.
+"""Traces of torch's profiler in the Chrome trace format that Kineto writes, plain or gzipped, and
+the innermost event of a thread at every moment.
 
-Times are microseconds since the first event.
+Times are in microseconds since the first event.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Times = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 Interval = tuple[float, float]
 
-# begins the name of torch's event around every step
+# Prefix of the event that torch records around every step.
 STEP = "ProfilerStep#"
 
-_LONGEST_NAME = 1000  # characters; the patterns that classify names are slow on longer ones
+_LONGEST_NAME = 1000  # in characters; the patterns that classify names are slow on longer ones
 
 
 class TraceError(ValueError):
-    """A file that is not a trace of training steps; the message names it."""
+    """Raised if a file is not a trace of training steps. The message names the file."""
 
 
 class Event(NamedTuple):
-    """An operator, scope, CUDA call or kernel: its name, CPU thread or device stream, start and end
-    in microseconds, and Kineto's arguments."""
+    """Operator, scope, CUDA call or kernel: its name, its CPU thread or device stream, its start
+    and end in microseconds, and Kineto's arguments."""
 
     name: str
     thread: str
@@ -46,9 +46,9 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of a trace by kind, in the order of their start, outer ones first; ``launches``
-    are CUDA calls that start something on the device, by correlation; ``waits`` those that wait for
-    it; ``allocations`` are (thread, time, bytes)."""
+    """Events of a trace by kind, sorted by start, outer events first. ``launches`` are CUDA calls
+    that start work on the device, by correlation id. ``waits`` are CUDA calls that wait for the
+    device. ``allocations`` are (thread, time, bytes)."""
 
     path: Path
     rank: int
@@ -62,7 +62,7 @@ class Trace:
 
     @property
     def main_thread(self) -> str:
-        """Training thread. Raises TraceError if no steps were recorded."""
+        """Id of the training thread. Raises TraceError if no steps were recorded."""
         for thread, events in self.host.items():
             if any(event.name.startswith(STEP) for event in events):
                 return thread
@@ -72,12 +72,13 @@ class Trace:
         )
 
     def steps(self) -> list[Event]:
-        """Return the steps, as the training thread saw them. Raises TraceError without any."""
+        """Return the step events of the training thread. Raises TraceError if no steps were
+        recorded."""
         return [e for e in self.host[self.main_thread] if e.name.startswith(STEP)]
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file. Raises TraceError if it is not one."""
+    """Read a trace file. Raises TraceError if the file is not a trace."""
     content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
         try:
@@ -133,8 +134,9 @@ def _fill(trace: Trace, events: list[dict[str, Any]]) -> None:
 
 
 class Thread:
-    """Innermost event of a CPU thread at every moment. Events are in the order of their start,
-    outer ones first; ``contexts`` are of forward operators, by autograd's sequence number."""
+    """Innermost event of a CPU thread at every moment. ``events`` must be sorted by start, outer
+    events first. ``contexts`` are the contexts of forward operators, by autograd's sequence
+    number."""
 
     def __init__(self, events: Sequence[Event], contexts: dict[int, str]) -> None:
         self.events = events
@@ -146,26 +148,26 @@ class Thread:
             while stack and intervals[stack[-1]][1] <= event.start:
                 stack.pop()
             outer = stack[-1] if stack else None
-            # Rounded times may let an inner event end after the outer one.
+            # Because of rounding, an inner event may appear to end after the outer one.
             end = event.end if outer is None else min(event.end, intervals[outer][1])
             intervals.append((event.start, end))
             parent = Label() if outer is None else self.labels[outer]
             self.labels.append(_label(parent, event, contexts))
-            # An operator that is dispatched again under its own name is one call.
+            # An operator that is dispatched again under its own name counts as one call.
             again = outer is not None and events[outer].name == event.name
             owners.append(owners[outer] if again and outer is not None else number)
             stack.append(number)
         self.edges = edges_of(intervals)
         numbers = np.array([*owners, -1])[paint(self.edges, intervals)]
-        # One value more at either end, for times before the first event and after the last.
+        # Pad both ends with -1, for times before the first and after the last event.
         self._owners = np.concatenate(([-1], numbers, [-1]))
 
     def at(self, times: Times | Sequence[float]) -> Indices:
-        """Return the numbers of the events at these times, or -1."""
+        """Return the indices of the innermost events at these times, or -1 if there is no event."""
         return self._owners[np.searchsorted(self.edges, times, side="right")]
 
     def find(self, time: float) -> tuple[Event, Label] | None:
-        """Return the event at a time and its label, or None."""
+        """Return the innermost event at a time with its label, or None if there is no event."""
         (number,) = self.at([time])
         return None if number < 0 else (self.events[number], self.labels[number])
 
@@ -178,7 +180,7 @@ def _label(parent: Label, event: Event, contexts: dict[int, str]) -> Label:
         return label_inside(parent, event.name, contexts.get(number))
     label = label_inside(parent, event.name)
     if label.phase != BACKWARD:
-        # Several operators have a number, outer before inner; the last one recorded the gradient.
+        # Nested operators share a sequence number. The innermost one recorded the gradient.
         if label.context is not None:
             contexts[number] = label.context
         else:
@@ -187,12 +189,13 @@ def _label(parent: Label, event: Event, contexts: dict[int, str]) -> Label:
 
 
 def edges_of(intervals: Iterable[Interval]) -> Times:
-    """Return all starts and ends, in order: between two neighbours nothing changes."""
+    """Return all starts and ends, sorted. Between two neighbours, nothing changes."""
     return np.unique(np.array([time for interval in intervals for time in interval], np.float64))
 
 
 def paint(edges: Times, intervals: Sequence[Interval]) -> Indices:
-    """Return for each cell between two edges the last interval that covers it, -1 if none does."""
+    """Return, for each cell between two edges, the index of the last of the intervals that cover
+    it, or -1 if none does."""
     cells = np.full(max(0, len(edges) - 1), -1, np.int64)
     bounds = np.searchsorted(edges, np.array(intervals, np.float64).reshape(-1, 2))
     for number, (first, last) in enumerate(bounds):

@@ -1,1 +1,1 @@
-"""The parts of `make quickstart`: a corpus that every machine has, and the commands."""
+"""Implementation of `make quickstart`: a corpus that exists on every machine, and the commands."""

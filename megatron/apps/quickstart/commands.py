@@ -1,4 +1,4 @@
-"""The commands of the quickstart, and a runner that repeats only the changed ones."""
+"""Commands of the quickstart, and a runner that repeats only those that have changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.util.files import write_whole
 SPLIT, VOCAB_SIZE, SEQ_LENGTH, GLOBAL_BATCH_SIZE, EVALUATIONS = "97,3,0", 2048, 256, 8, 5
 DEEPSPEED_CONFIG = Path("deepspeed_configs/ds_zero1.json")
 PROMPT = "def read_file(path):\n"
-# word of a command that is replaced by a free port when the command starts
+# Argument that is replaced by a free port when its command starts.
 FREE_PORT = "{free port}"
 
 TOKENIZER = f"""python tools/train_tokenizer.py --input {{corpus}} --vocab-size {VOCAB_SIZE}
@@ -35,8 +35,8 @@ TOKENIZER_FLAGS = """--tokenizer-type GPT2BPETokenizer
 DATA = f"""python tools/preprocess_data.py --input {{corpus}} --output-prefix {{folder}}/data/corpus
     {TOKENIZER_FLAGS} --append-eod"""
 
-# A Llama of two million weights. The wide initialisation suits so narrow a network and so short a
-# run: with the usual 0.02 the validation loss after 600 thousand tokens was 5.3 instead of 4.6.
+# A Llama with two million weights. The wide initialisation suits such a narrow network and short
+# run: with the usual 0.02, the validation loss after 600 thousand tokens was 5.3 instead of 4.6.
 TRAIN = f"""deepspeed --master_port {{port}} --num_gpus {{processes}}
     pretrain_gpt.py --deepspeed_config {DEEPSPEED_CONFIG}
     --num-layers 4 --hidden-size 192 --num-attention-heads 6 --use-rotary-position-embeddings
@@ -54,7 +54,7 @@ STOP, RESUME = "--exit-interval {stop_after}", "--load {checkpoints}"
 
 EXPORT = "python tools/convert_checkpoint.py to-hf --load {checkpoints} --output {hf}"
 
-# Independent of this project: what users of the exported model would run.
+# This program does not import this project, just like programs of an exported model's users.
 GENERATE = """\
 from transformers import pipeline, set_seed
 set_seed(1234)
@@ -64,7 +64,7 @@ print(text[0]["generated_text"])"""
 
 
 class QuickstartFolder:
-    """The files of a quickstart, all in one folder."""
+    """Paths of a quickstart's files, all in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.stamps = folder, folder / ".stamps"
@@ -75,18 +75,18 @@ class QuickstartFolder:
         self.metrics, self.picture = folder / "metrics.jsonl", folder / "loss.png"
 
     def fill(self, template: str, **values: object) -> tuple[str, ...]:
-        """Return the words of a command, with these files and values filled in."""
+        """Return the arguments of a command, with these paths and ``values`` filled in."""
         return tuple(word.format(**vars(self), **values) for word in template.split())
 
 
 def in_checkout_folder() -> bool:
-    """True if the current folder is a checkout, whose programs are started by their paths."""
+    """Return whether the current folder is a checkout, in which programs are started by path."""
     return Path("pretrain_gpt.py").is_file() and DEEPSPEED_CONFIG.is_file()
 
 
 def installed(command: Command) -> Command:
-    """Return a command for a folder without the checkout: installed commands, and modules for the
-    launchers. A flag replaces DeepSpeed's JSON, which the package does not contain."""
+    """Return a command that works without a checkout: with installed commands, and modules for
+    launchers. A flag replaces DeepSpeed's JSON file, which the package does not contain."""
     text = shlex.join(command.words)
     text = text.replace(f"--deepspeed_config {DEEPSPEED_CONFIG}", "--zero-stage 1")
     words = tuple(shlex.split(as_commands(text, commands()))) if command.words[1] != "-c" else None
@@ -94,14 +94,18 @@ def installed(command: Command) -> Command:
 
 
 class CommandFailed(RuntimeError):
-    """A command failed, or did not write its results; the message names it."""
+    """Raised if a command fails or does not write its results. The message names the command."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command as a user would type it. ``name`` also names its stamp; ``reads`` are files besides
-    the results of earlier commands; one that ``makes`` nothing always runs; one that ``continues``
-    keeps existing results."""
+    """A command as a user would type it.
+
+    Attributes:
+        name: name for messages and for the stamp file.
+        reads: input files in addition to the results of earlier commands.
+        makes: files or folders that it writes. A command without any always runs.
+        continues: whether existing results are kept when the command runs again."""
 
     name: str
     words: tuple[str, ...]
@@ -119,9 +123,9 @@ def data_commands(at: QuickstartFolder) -> list[Command]:
 
 
 def training_commands(at: QuickstartFolder, train_iters: int, reference: HeldOut) -> list[Command]:
-    """Return the commands from tokens to generated text, with a stop and a resume in the middle of
-    the training; each evaluation reads the whole validation split."""
-    # Two data-parallel processes, unless there is exactly one GPU, which two cannot share.
+    """Return the commands from tokens to generated text. Training stops and resumes in the middle,
+    and each evaluation reads the whole validation split."""
+    # Use two data-parallel processes, unless there is exactly one GPU, which they cannot share.
     processes = 1 if torch.cuda.device_count() == 1 else 2
     train = at.fill(
         TRAIN,
@@ -153,16 +157,16 @@ def training_commands(at: QuickstartFolder, train_iters: int, reference: HeldOut
 
 
 class CommandChain:
-    """Commands in order; those whose results are up to date are skipped. A command's stamp hashes
-    its words, the files that it reads, and the stamp before, at first ``start``; after a change
-    only the commands from there on run again."""
+    """Runs commands in order, and skips those whose results are up to date. A command's stamp is a
+    hash of its arguments, of the files that it reads, and of the previous stamp, initially
+    ``start``. After a change, only the affected command and those after it run again."""
 
     def __init__(self, stamps: Path, start: str) -> None:
         self._stamps, self._previous = stamps, start
         stamps.mkdir(parents=True, exist_ok=True)
 
     def run(self, command: Command) -> bool:
-        """Run ``command`` unless it is up to date; return True if it ran. Raises CommandFailed if
+        """Run ``command`` unless it is up to date. Return whether it ran. Raises CommandFailed if
         it fails or its results are missing."""
         read = [sha256_of_file(path) for path in command.reads]
         self._previous = digest = sha256(json.dumps([self._previous, command.words, read]))
@@ -210,7 +214,7 @@ def say(text: str) -> None:
 
 
 def shown(words: Sequence[str], width: int = 96) -> str:
-    """Return a command that can be pasted; a long one continues on new lines before its flags."""
+    """Format a command for pasting into a shell, with line breaks before flags if it is long."""
     groups: list[list[str]] = []
     for word in words[1:]:
         if groups and not word.startswith("-") and groups[-1][0].startswith("-"):

@@ -1,5 +1,5 @@
-"""The quickstart's text, the source files of Python's standard library, and what a validation loss
-on it is compared with."""
+"""Corpus of the quickstart, made from the source files of Python's standard library, and a baseline
+for the validation loss on that corpus."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron.data.sources import split_documents
 from megatron.util.digests import sha256
 from megatron.util.files import write_whole
 
-# Folders of the standard library without hand-written code.
+# Folders of the standard library that are left out, because they contain no hand-written code.
 LEFT_OUT = frozenset(
     (
-        # Installed packages, and tests with files that are broken on purpose.
+        # Installed packages, and tests. Some tests have intentionally broken files.
         *("site-packages", "dist-packages", "test", "tests", "idle_test"),
-        # Generated: tables of character codes, and the language reference as one string.
+        # Generated code: character code tables, and the language reference as one string.
         *("encodings", "pydoc_data"),
     )
 )
@@ -31,7 +31,7 @@ LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class SourceCorpus:
-    """A JSON-lines file with one document per line under the key ``text``."""
+    """A JSON Lines file with one document per line, under the key ``text``."""
 
     path: Path
     documents: int
@@ -45,8 +45,8 @@ def standard_library() -> Path:
 
 def write_corpus(output: Path, root: Path | None = None) -> SourceCorpus:
     """Write every Python source file below ``root``, by default the standard library, as a
-    document, ordered by hashed names, so that the validation split is the same on every machine.
-    Raises FileNotFoundError if no source files were found."""
+    document. Documents are ordered by hashed names, so that the validation split is the same on
+    every machine. Raises FileNotFoundError if there are no source files."""
     root = root or standard_library()
     texts = [text for path in source_files(root) if (text := read_source(path))]
     if not texts:
@@ -65,15 +65,14 @@ def write_corpus(output: Path, root: Path | None = None) -> SourceCorpus:
 
 
 def source_files(root: Path) -> list[Path]:
-    """Return Python files below ``root`` outside of :data:`LEFT_OUT`, ordered by their hashed
-    names."""
+    """Return the Python files below ``root`` outside :data:`LEFT_OUT`, ordered by hashed name."""
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     kept = [name for name in names if LEFT_OUT.isdisjoint(name.split("/"))]
     return [root / name for name in sorted(kept, key=sha256)]
 
 
 def read_source(path: Path) -> str | None:
-    """Return the text of a source file; None if it is not UTF-8 or only white space."""
+    """Return the text of a source file, or None if it is not UTF-8 or contains only white space."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -83,22 +82,22 @@ def read_source(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation documents. ``unigram_entropy`` is the loss, in nats per token, of a model that
-    predicts the training tokens' frequencies."""
+    """Validation documents. ``unigram_entropy`` is the loss, in nats per token, of a model that
+    predicts the token frequencies of the training data."""
 
     tokens: int
     text_bytes: int
     unigram_entropy: float
 
     def bits_per_byte(self, loss: float) -> float:
-        """Return the bits per byte of text of a model with ``loss`` nats per token; unlike the loss
-        they can be compared between vocabularies."""
+        """Convert a loss in nats per token to bits per byte of text, which can be compared between
+        vocabularies, unlike the loss."""
         return loss / math.log(2) * self.tokens / self.text_bytes
 
 
 def held_out(prefix: Path, corpus: Path, split: str, vocab_size: int) -> HeldOut:
-    """Measure the validation part (by ``--split``) of a corpus and its indexed file, which has one
-    sequence a document. Raises ValueError if they do not have the same documents."""
+    """Measure the validation split of a corpus and of its indexed file, which has one sequence per
+    document. ``split`` has the form of ``--split``. Raises ValueError if document counts differ."""
     documents = IndexedDataset(prefix)
     with corpus.open("rb") as lines:
         text_bytes = [len(json.loads(line)["text"].encode()) for line in lines]
@@ -120,7 +119,7 @@ def held_out(prefix: Path, corpus: Path, split: str, vocab_size: int) -> HeldOut
 def token_counts(
     documents: Iterable[npt.NDArray[np.integer]], vocab_size: int
 ) -> npt.NDArray[np.int64]:
-    """Count each token, int64[vocab_size]."""
+    """Return how often each token occurs, int64 [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for tokens in documents:
         counts += np.bincount(tokens, minlength=vocab_size)
@@ -128,7 +127,7 @@ def token_counts(
 
 
 def unigram_cross_entropy(train: npt.NDArray[np.int64], valid: npt.NDArray[np.int64]) -> float:
-    """Return the cross entropy in nats per token of the counts ``valid`` under the frequencies of
-    ``train``, where one is added to every count, so that no token has probability 0."""
+    """Return the cross entropy, in nats per token, of tokens with the counts ``valid`` under the
+    frequencies of ``train``. One is added to every training count, so that no probability is 0."""
     log_probability = np.log((train + 1) / (train + 1).sum())
     return float(-(valid * log_probability).sum() / valid.sum())

@@ -1,5 +1,6 @@
-"""Reinforcement learning: texts of the model in training, their rewards, and losses of them."""
+"""Reinforcement learning on completions that the model generates during training: generation,
+rewards and losses."""
 
-# A configuration has the flags of every feature, including this one, so this import comes before
-# any module of the package.
+# Import the configuration before any module of this package: importing it collects the flags of
+# every feature, including this one.
 import megatron.config  # noqa: F401

@@ -1,8 +1,10 @@
-"""Advantages: by how much a text, or one of its tokens, is better than average. Every rank has the
-values of all texts of a step, in the order of samples: no number depends on the layout. A text that
-could not be scored has a reward of NaN: it is excluded from all means, and its advantage is 0.
+"""Advantages: how much better than average a completion, or one of its tokens, is.
 
-Shapes: E texts of a step, L tokens of a text that the policy drew.
+Every rank has the values of all completions of a step in sample order, so the results do not depend
+on the layout. A completion that could not be scored has a reward of NaN: it is excluded from all
+means, and its advantage is 0.
+
+Shapes: E completions of a step, L tokens of a completion that the policy sampled.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ from megatron.apps.reinforcement.flags import ReinforcementConfig
 Floats = npt.NDArray[np.float64]
 
 SMALLEST_DEVIATION, SMALLEST_VARIANCE = 1e-4, 1e-8
-"""Addends of a standard deviation of rewards, and of a variance of tokens, as in trl."""
+"""Constants added to the standard deviation of rewards and to the variance of token advantages
+before dividing by them, as in trl."""
 
 
 class Texts(NamedTuple):
-    """Texts of a step before training on them.
+    """Completions of a step, before training on them.
 
     Attributes:
-        rewards_E: NaN for texts that were not scored.
-        groups_E: number of each one's group, int64.
-        lengths_E: tokens of the policy.
-        ended_E: False for texts that were cut off.
-        divergences: of each a float64 [L]: the estimate of the divergence from the reference
-            model, where it belongs to the rewards; else None.
-        values: of each a float64 [L]: what a value head expects before each token; else None.
+        rewards_E: reward of each completion; NaN if it was not scored.
+        groups_E: group number of each completion, int64.
+        lengths_E: number of tokens that the policy sampled in each completion.
+        ended_E: False for completions that were truncated.
+        divergences: estimated KL divergence from the reference model at each token, a float64 [L]
+            per completion. None unless the divergence is subtracted from the rewards.
+        values: value head's prediction before each token, a float64 [L] per completion. None
+            without a value head.
     """
 
     rewards_E: Floats
@@ -43,13 +47,14 @@ class Texts(NamedTuple):
 
 
 class TextAdvantages(NamedTuple):
-    """Advantages of the texts of a step.
+    """Advantages of the completions of a step.
 
     Attributes:
-        advantages: of each text a float64 [L].
-        returns: of each text a float64 [L], the value head's targets; None without a value head.
-        rewards_E: with penalties and, without a value head, the divergence.
-        kept_E: False for texts whose tokens do not count in the loss.
+        advantages: advantage of each token, a float64 [L] per completion.
+        returns: the value head's targets, a float64 [L] per completion; None without a value head.
+        rewards_E: rewards after clipping and penalties, and less the divergence if one is given and
+            advantages are not per token.
+        kept_E: False for completions whose tokens are excluded from the loss.
     """
 
     advantages: list[Floats]
@@ -59,7 +64,7 @@ class TextAdvantages(NamedTuple):
 
 
 def estimate(texts: Texts, options: ReinforcementConfig) -> TextAdvantages:
-    """Advantages of all texts of a step by the algorithm of a run."""
+    """Compute the advantages of all completions of a step with the run's algorithm."""
     rewards_E = penalised(texts, options)
     kept_E = np.ones(len(rewards_E), dtype=bool)
     if options.mask_truncated_completions:
@@ -79,7 +84,8 @@ def estimate(texts: Texts, options: ReinforcementConfig) -> TextAdvantages:
 
 
 def penalised(texts: Texts, options: ReinforcementConfig) -> Floats:
-    """Rewards within their range, less the penalties of long texts, [E]."""
+    """Return the rewards, clipped to the configured range, less the penalties for long and
+    truncated completions, [E]."""
     rewards_E = texts.rewards_E
     if options.reward_clip_range is not None:
         rewards_E = np.clip(rewards_E, *options.reward_clip_range)
@@ -92,13 +98,15 @@ def penalised(texts: Texts, options: ReinforcementConfig) -> Floats:
 
 
 def overlong(lengths_E: npt.NDArray[np.int64], longest: int, buffer: int) -> Floats:
-    """Share of the penalty of each text, [E]: 0 up to ``longest`` - ``buffer`` tokens, from there
-    linear to 1 (Yu et al. 2025, arXiv:2503.14476, equation 13)."""
+    """Return the fraction of the length penalty that applies to each completion, [E]: 0 up to
+    ``longest`` - ``buffer`` tokens, then rising linearly to 1 at ``longest`` (Yu et al. 2025,
+    arXiv:2503.14476, equation 13)."""
     return np.clip((lengths_E - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
 def all_equal(rewards_E: Floats, groups_E: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """True for the texts of groups in which no two rewards differ, NaN left out, [E]."""
+    """Return True for each completion whose group has equal rewards, [E]. NaN rewards are
+    ignored."""
     groups = _Groups(groups_E)
     known_E = ~np.isnan(rewards_E)
     low_E = groups.least(np.where(known_E, rewards_E, np.inf))
@@ -109,12 +117,13 @@ def all_equal(rewards_E: Floats, groups_E: npt.NDArray[np.int64]) -> npt.NDArray
 def advantages(
     rewards_E: Floats, groups_E: npt.NDArray[np.int64], options: ReinforcementConfig
 ) -> Floats:
-    """The advantage of each text, [E], where all of its tokens have the same.
+    """Return the advantage of each completion, [E], which all of its tokens share.
 
-    The reward less the mean of its group, over the standard deviation of the group's or of all
-    rewards (Shao et al. 2024, arXiv:2402.03300, section 4.1.2; Liu et al. 2025, arXiv:2508.08221).
-    ``--rl rloo``: the reward less the mean of the others of its group (Ahmadian et al. 2024,
-    arXiv:2402.14740, equation 8), with ``--scale-rewards batch`` then normalised over all texts.
+    The default is the reward less the mean of its group, divided by the standard deviation of the
+    group or of all rewards (Shao et al. 2024, arXiv:2402.03300, section 4.1.2; Liu et al. 2025,
+    arXiv:2508.08221). ``--rl rloo`` subtracts the mean of the group's other completions instead
+    (Ahmadian et al. 2024, arXiv:2402.14740, equation 8); with ``--scale-rewards batch`` the result
+    is normalised over all completions.
     """
     groups = _Groups(groups_E)
     known_E = ~np.isnan(rewards_E)
@@ -140,13 +149,15 @@ def advantages(
 def token_advantages(
     texts: Texts, options: ReinforcementConfig
 ) -> tuple[list[Floats], list[Floats] | None]:
-    """Advantages of tokens, [L] of each text, and returns, where there are values.
+    """Return the advantages of all tokens, [L] per completion, and the returns (None without a
+    value head).
 
     The reward of a token is minus ``beta`` times its divergence; the last token also gets the
-    text's reward. ppo: the generalized advantage estimate (Schulman et al. 2016, arXiv:1506.02438,
-    equation 16), whose sum with the values is the return. reinforce++: the sum of this and later
-    rewards, of groups less their mean reward (Hu 2025, arXiv:2501.03262). Both with
-    ``--scale-rewards batch`` normalised over all tokens of the step.
+    completion's reward. ppo uses the generalized advantage estimate (Schulman et al. 2016,
+    arXiv:1506.02438, equation 16); its sum with the values is the return. reinforce++ sums the
+    discounted rewards of this and all later tokens; if groups have several completions, the group's
+    mean reward is subtracted first (Hu 2025, arXiv:2501.03262). ``--scale-rewards batch``
+    normalises the advantages of either algorithm over all tokens of the step.
     """
     rewards_E = texts.rewards_E
     if options.rl == "reinforce++" and (options.num_generations or 1) > 1:
@@ -163,7 +174,7 @@ def token_advantages(
     returns, values_EL, lam = None, np.zeros_like(rewards_EL), 1.0
     if texts.values is not None:
         values_EL, lam = _padded(texts.values, rewards_EL.shape[1]), options.lam
-    # Without a value head every value is 0, and lambda 1 sums the rewards.
+    # Without a value head, all values are 0 and lambda is 1, which sums the discounted rewards.
     result_EL = generalized_advantages(rewards_EL, values_EL, options.gamma, lam)
     if texts.values is not None:
         returns = _rows(np.nan_to_num(result_EL + values_EL, nan=0.0), lengths_E)
@@ -176,8 +187,9 @@ def token_advantages(
 def generalized_advantages(
     rewards_EL: Floats, values_EL: Floats, gamma: float, lam: float
 ) -> Floats:
-    """Sum over this and later tokens of (gamma x lambda)^distance x (reward + gamma x next value -
-    value), [E, L]; after the last token of a text rewards and values are 0."""
+    """Return the generalized advantage estimate, [E, L]: the sum over this and later tokens of
+    (gamma x lambda)^distance x (reward + gamma x next value - value). Rewards and values must be 0
+    after the last token of a completion."""
     result_EL, later_E = np.empty_like(rewards_EL), np.zeros(len(rewards_EL))
     next_EL = np.pad(values_EL[:, 1:], ((0, 0), (0, 1)))
     change_EL = rewards_EL + gamma * next_EL - values_EL
@@ -188,7 +200,7 @@ def generalized_advantages(
 
 
 def _padded(rows: Sequence[Floats], length: int) -> Floats:
-    """Rows with zeros after their ends, [E, L]."""
+    """Stack rows of different lengths into [E, L], padded with zeros on the right."""
     padded_EL = np.zeros((len(rows), length))
     for number, row_L in enumerate(rows):
         padded_EL[number, : len(row_L)] = row_L
@@ -200,8 +212,8 @@ def _rows(values_EL: Floats, lengths_E: npt.NDArray[np.int64]) -> list[Floats]:
 
 
 def _normalised(rows: list[Floats]) -> list[Floats]:
-    """Rows less the mean over the numbers of all, over the root of their variance. Rows with a NaN
-    count in neither."""
+    """Normalise all rows by the mean and standard deviation of all their values. Rows that contain
+    NaN are excluded from these statistics."""
     known = [row_L for row_L in rows if not np.isnan(row_L).any()]
     numbers = np.concatenate(known) if known else np.zeros(0)
     if len(numbers) < 2:
@@ -216,13 +228,14 @@ def _mean(values_E: Floats) -> float:
 
 
 def _deviation(values_E: Floats) -> float:
-    """The standard deviation, of n values with n - 1, NaN left out."""
+    """Return the sample standard deviation (denominator n - 1), ignoring NaN. It is 0 for fewer
+    than two values."""
     known = values_E[~np.isnan(values_E)]
     return float(known.std(ddof=1)) if len(known) > 1 else 0.0
 
 
 class _Groups:
-    """Return sums and minima over groups, for each text of the group, [E]."""
+    """Sums and minima over groups, broadcast to every member of the group, [E]."""
 
     def __init__(self, groups_E: npt.NDArray[np.int64]) -> None:
         _, self._places_E = np.unique(groups_E, return_inverse=True)

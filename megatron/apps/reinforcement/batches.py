@@ -1,6 +1,6 @@
 """Micro batches of episodes.
 
-Shapes: B texts, S places of what the model reads of a text, P predicted tokens of a text.
+Shapes: B episodes, S positions of the model's input, P predicted tokens of an episode.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from megatron.data.texts import padded
 
 
 def rows_of(episodes: Sequence[Episode], multiple: int = 1, longest: int | None = None) -> GPTBatch:
-    """The episodes as a batch of a GPT, padded on the right to a multiple of this, at most to
-    ``longest``; the tokens of the policy are predicted. Those of a text come first among its
-    positions."""
+    """Build a GPT batch from episodes. The targets are the policy's tokens.
+
+    Rows are padded on the right to a multiple of ``multiple``, but at most to ``longest``.
+    ``positions_BP`` lists the positions of each row's targets first, then others as padding."""
     whole = [np.concatenate((each.prompt.tokens, each.tokens_L)) for each in episodes]
     length = -(-max(len(row) - 1 for row in whole) // multiple) * multiple
     length = length if longest is None else min(length, longest)
@@ -47,14 +48,15 @@ def rows_of(episodes: Sequence[Episode], multiple: int = 1, longest: int | None 
 
 
 class Shapes(NamedTuple):
-    """Shapes of micro batches of texts.
+    """Rules for the shapes of micro batches of episodes.
 
     Attributes:
-        multiple: of which lengths of texts are a multiple.
-        positions: most tokens of a sequence of the model.
-        padded: the row rule of a model that computes texts in training as generation does; None
-            for one that does not.
-        alike: whether the batches of a step have one shape, as pipelines need.
+        multiple: row lengths are rounded up to a multiple of this.
+        positions: maximum sequence length of the model.
+        padded: row rule of a model whose training forward pass is bitwise equal to generation;
+            None for other models.
+        alike: whether all batches of a step have the same shape, as pipeline parallelism
+            requires.
     """
 
     multiple: int
@@ -63,10 +65,11 @@ class Shapes(NamedTuple):
     alike: bool
 
     def batches(
-        self, written: Sequence[Sequence[RatedText]], shares: Sequence[float] = (), **parts: Any
+        self, written: Sequence[Sequence[RatedText]], shares: Sequence[float] = ()
     ) -> list[EpisodeBatch]:
-        """The micro batches of these texts; ``shares``: tokens of each that count, relative to the
-        mean of a step."""
+        """Build micro batches, one for each sequence of completions in ``written``. ``shares``
+        contains, for each micro batch, its number of tokens in the loss divided by the step's
+        mean."""
         batches = [self._batch(texts) for texts in written]
         if self.alike:
             longest = max(batch.tokens_BS.shape[1] for batch in batches)
@@ -82,7 +85,7 @@ class Shapes(NamedTuple):
         ]
 
     def plain(self, written: Sequence[Sequence[RatedText]]) -> list[EpisodeBatch]:
-        """The same in the shapes of ordinary batches."""
+        """Build the same micro batches as ordinary padded batches, without the row rule."""
         return self._replace(padded=None).batches(written)
 
     def _batch(self, texts: Sequence[RatedText]) -> EpisodeBatch:
@@ -120,7 +123,7 @@ class Shapes(NamedTuple):
 
 
 def of_policy(values_BS: Tensor, batch: EpisodeBatch) -> list[np.ndarray]:
-    """The numbers of the policy's tokens, [L] of each text."""
+    """Return the values at the policy's tokens, a NumPy array [L] for each episode."""
     rows = getattr(batch.answers, "rows", batch.answers)
     counts = (rows.loss_mask_BS > 0).sum(1).tolist()
     picked_BP = values_BS.cpu().gather(1, rows.positions_BP).numpy()

@@ -1,4 +1,5 @@
-"""Texts with their rewards, to read: on the console, and a line each in ``completions.jsonl``."""
+"""Log of completions and their rewards for human readers: on the console, and as JSON lines in
+``completions.jsonl``."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def numbers_of(
     table: Any,
     rewards_E: npt.NDArray[np.float64],
 ) -> dict[str, float]:
-    """Return metrics of the generated texts for the log, under trl's names."""
+    """Return metrics of the completions for the log, under trl's names."""
     numbers = {
         "completions/mean_length": float(np.mean([each.own_L.sum() for each in episodes])),
         "completions/clipped_ratio": float(np.mean([not each.ended for each in episodes])),
@@ -49,14 +50,19 @@ def numbers_of(
 
 
 class CompletionLog(Callback):
-    """Writes and prints the texts of the last generation at every log line, and names rewards that
-    failed."""
+    """Callback that prints and writes completions at every log interval, and reports failed
+    rewards."""
 
     def __init__(
         self, options: ReinforcementConfig, scorer: Any, folder: str | None, interval: int
     ) -> None:
-        """``scorer``: the :class:`~megatron.apps.reinforcement.rewards.scoring.Rewards` of this
-        rank; ``folder``: the folder of ``--save``."""
+        """Create the log.
+
+        Args:
+            scorer: this rank's :class:`~megatron.apps.reinforcement.rewards.scoring.Rewards`, or
+                None.
+            folder: the folder of ``--save``; None writes no file.
+            interval: number of iterations between log lines."""
         self._options, self._scorer, self._interval = options, scorer, interval
         self._file = None if folder is None else Path(folder, FILE)
         self._texts: Sequence[Episode] = ()
@@ -78,7 +84,7 @@ class CompletionLog(Callback):
     def generated(
         self, episodes: Sequence[Episode], table: Any, rewards_E: npt.NDArray[np.float64]
     ) -> None:
-        """Take the texts of a generation."""
+        """Keep the completions and rewards of a generation until the next log line."""
         self._texts, self._table, self._rewards_E = episodes, table, rewards_E
         if table is not None:
             add_failures(self._failed, table.failures)
@@ -98,7 +104,7 @@ class CompletionLog(Callback):
             say(_line(row))
 
     def _row(self, place: int, iteration: int) -> dict[str, Any]:
-        """A text with its rewards, as JSON values."""
+        """Return a completion and its rewards as JSON values."""
         episode = self._texts[place]
         rewards = {}
         if self._table is not None:
@@ -122,7 +128,7 @@ def _known(value: float) -> float | None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A text for the console; line breaks as \\n, long texts shortened."""
+    """Format a completion for the console, with line breaks escaped and long strings shortened."""
     parts = [f"{name} {_number(value)}" for name, value in row["rewards"].items()]
     prompt, completion = (
         text if isinstance(text, str) else "\n".join(str(turn["content"]) for turn in text)

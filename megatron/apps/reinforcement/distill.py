@@ -1,7 +1,7 @@
-"""On-policy distillation: a student writes texts, and learns the distribution of a teacher at every
-token of them (Agarwal et al. 2024, arXiv:2306.13649, algorithm 1 with lambda = 1).
+"""On-policy distillation: a student generates completions, and learns the teacher's distribution at
+each of their tokens (Agarwal et al. 2024, arXiv:2306.13649, algorithm 1 with lambda = 1).
 
-Shapes: those of head.py; N columns of a rank that student and teacher both have.
+Shapes: as in head.py; N vocabulary columns of this rank that student and teacher share.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ DISTILLATION_LOSS = "distillation loss"
 
 
 def with_texts_taught(spec: ModelSpec, config: RunConfig) -> ModelSpec:
-    """A model that is trained on texts with what a teacher says of them."""
+    """Return the model specification with a loss that measures how far completions diverge from the
+    teacher."""
     options = config.section(ReinforcementConfig)
     others = {name: weight for name, weight in spec.losses.items() if name != LM_LOSS}
 
@@ -58,7 +59,7 @@ def with_texts_taught(spec: ModelSpec, config: RunConfig) -> ModelSpec:
 
 
 def start_teacher(context: RunContext, loop: ReinforcementLoop) -> None:
-    """Let a teacher take part in the steps and evaluations of a run."""
+    """Add the teacher to the training steps and evaluations of a run."""
     source = find_teacher(context.config, context.run.tokenizer.vocab_size)
     teacher = TextTeacher(source, context.mesh, context.device)
     teacher.answer = partial(answered, loop)
@@ -66,11 +67,12 @@ def start_teacher(context: RunContext, loop: ReinforcementLoop) -> None:
 
 
 class TextTeacher:
-    """The teacher of a run, which says of texts what it finds probable. Raises CheckpointError if
-    its weights are damaged.
+    """Teacher of a run. It computes hidden states for the student's completions. Raises
+    CheckpointError if its weights are damaged.
 
     Attributes:
-        answer: writes texts after micro batches of prompts.
+        answer: function that generates completions for micro batches of prompts, for
+            evaluations.
     """
 
     answer: Callable[[Sequence[Any]], list[EpisodeBatch]] | None = None
@@ -80,12 +82,12 @@ class TextTeacher:
 
     @property
     def engine(self) -> Evaluator:
-        """Its model."""
+        """Evaluation engine that runs the teacher."""
         return self._teacher.engine
 
     def teach(self, batches: Iterator[Any], count: int) -> Iterator[TaughtBatch]:
-        """``count`` micro batches with the teacher's hidden states. Prompts, of evaluations, become
-        texts first, by ``answer``."""
+        """Yield ``count`` micro batches with the teacher's hidden states. If the batches are
+        prompts, as in an evaluation, ``answer`` generates completions first."""
         own = list(islice(batches, count))
         if self.answer is not None and not isinstance(own[0], EpisodeBatch):
             own = self.answer(own)
@@ -99,7 +101,7 @@ class TextTeacher:
 
 @dataclass(frozen=True)
 class OnPolicyDistillation:
-    """The divergence of a micro batch of texts from their teacher.
+    """Loss of a micro batch of completions: their divergence from the teacher.
 
     Attributes:
         losses: see :class:`~megatron.parallel.loss_head.Objective`.
@@ -122,9 +124,11 @@ class OnPolicyDistillation:
 
 
 class Divergence(NamedTuple):
-    """The generalized Jensen-Shannon divergence of a student p from a teacher q, both softened by a
-    temperature: with the mixture m = (1 - beta) p + beta q it is beta KL(q || m) + (1 - beta)
-    KL(p || m); at beta 0 KL(q || p), and at 1 KL(p || q)."""
+    """Parameters of the generalized Jensen-Shannon divergence of a student p from a teacher q,
+    whose logits are divided by a temperature.
+
+    With the mixture m = (1 - beta) p + beta q, the divergence is beta KL(q || m) + (1 - beta) KL(p
+    || m). At beta = 0 it is KL(q || p), and at beta = 1 KL(p || q)."""
 
     beta: float
     temperature: float
@@ -139,8 +143,9 @@ def linear_divergence(
     terms: Divergence,
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """The mean over the tokens whose mask is 1, zero if none is: a scalar, float32 or float64, the
-    same on every rank. Tokens that only one of the two has are ignored."""
+    """Return the mean divergence over the tokens whose mask is 1, or zero without any. The
+    result is a scalar, float32 or float64, equal on every rank. Vocabulary entries that only the
+    student or only the teacher has are ignored."""
     make = partial(_Divergences, targets=targets, head=head, teacher=teacher, terms=terms)
     (loss,) = ChunkedCrossEntropy.apply(
         x_BPH, weight_VH, bias_V, head, make, torch.is_grad_enabled()
@@ -149,7 +154,7 @@ def linear_divergence(
 
 
 class _Divergences(LogitChunks):
-    """The tokens of a micro batch, chunk by chunk, with the gradients of the divergence."""
+    """Divergence of a micro batch and its gradients, computed in chunks."""
 
     def __init__(
         self,
@@ -166,7 +171,7 @@ class _Divergences(LogitChunks):
         self._terms, self._teaching = terms, teacher_chunks(teacher, self.chunks)
 
     def losses(self) -> tuple[Tensor]:
-        """The mean over the tokens that count; fills in the gradients."""
+        """Return the mean over the tokens in the loss, and accumulate the gradients."""
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
@@ -182,7 +187,8 @@ class _Divergences(LogitChunks):
     def pair_of(
         self, at: slice, logits_CP: Tensor, taught_CP: Tensor, common: int
     ) -> tuple[Tensor, Tensor]:
-        """Some rows of the student's and of the teacher's softened logits, [R, N] each."""
+        """Return the student's and the teacher's softcapped logits divided by the temperature, for
+        the rows ``at`` and the first ``common`` columns, [R, N] each."""
         caps = self.columns.softcap, self._teaching.columns.softcap
         student_RN, teacher_RN = (
             capped(each[at, :common].to(self.work), cap) / self._terms.temperature
@@ -192,17 +198,17 @@ class _Divergences(LogitChunks):
 
     @property
     def common(self) -> int:
-        """Columns of this rank that both have."""
+        """Number of vocabulary columns of this rank that student and teacher share."""
         return min(self.columns.used, self._teaching.columns.used)
 
 
 class _Pair:
-    """A chunk of a student's and of a teacher's logits, and the divergence of each token."""
+    """Divergence of each token in one chunk of the student's and the teacher's logits."""
 
     def __init__(self, run: _Divergences, logits_CP: Tensor, taught_CP: Tensor) -> None:
         self._run, self._beta, self._common = run, run._terms.beta, run.common
         self._logits, count = (logits_CP, taught_CP), len(logits_CP)
-        # Of the student and of the teacher: the largest logit, and the sum of exp(logit - largest).
+        # Student's largest logit and sum of exp(logit - largest), then the same for the teacher.
         known_4C = logits_CP.new_zeros((4, count), dtype=run.work)
         known_4C[::2] = torch.finfo(run.work).min
         for at in self._rows():
@@ -210,7 +216,7 @@ class _Pair:
                 known_4C[2 * place, at] = largest_R = soft_RN.amax(-1)
                 known_4C[2 * place + 1, at] = (soft_RN - largest_R[:, None]).exp().sum(-1)
         self._norms_2C = _log_sums(run.group, known_4C)
-        # For each token KL(p || m) and KL(q || m), as far as the divergence has them.
+        # KL(p || m) and KL(q || m) of each token.
         self._parts_2C = known_4C.new_zeros((2, count))
         for at in self._rows():
             p_RN, q_RN, m_RN = self._log_probs(at)
@@ -232,8 +238,7 @@ class _Pair:
         return slices(len(self._logits[0]), rows_of_work(self._common))
 
     def _log_probs(self, at: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities under the student, the teacher and their reference mixture, [R, N]
-        each."""
+        """Return log-probabilities of the student, the teacher and their mixture m, [R, N] each."""
         pair = self._run.pair_of(at, *self._logits, self._common)
         p_RN, q_RN = (
             soft_RN - norm_C[at, None] for soft_RN, norm_C in zip(pair, self._norms_2C, strict=True)
@@ -246,13 +251,14 @@ class _Pair:
         return p_RN, q_RN, torch.logaddexp(p_RN + shares[0], q_RN + shares[1])
 
     def write_gradient(self, logits_CP: Tensor) -> None:
-        """Replace the student's logits by the gradient of each token's divergence."""
+        """Overwrite the student's logits in place with the gradient of each token's divergence."""
         for at in self._rows():
             p_RN, q_RN, m_RN = self._log_probs(at)
             if self._beta == 0.0:
                 grad_RN = p_RN.exp() - q_RN.exp()
             else:
-                # d / d logit of sum p log(p / m), where m changes with p too, which cancels.
+                # Gradient of sum p log(p / m) with respect to a logit. The terms from m, which also
+                # depends on p, cancel.
                 grad_RN = p_RN.exp() * (p_RN - m_RN - self._parts_2C[0, at, None])
                 grad_RN *= 1.0 if self._beta == 1.0 else 1 - self._beta
             grad_RN /= self._run._terms.temperature
@@ -265,8 +271,9 @@ class _Pair:
 
 
 def _log_sums(group: Group, known_4C: Tensor) -> Tensor:
-    """Logarithms of the sums of exponentials over the columns of all ranks, [2, C], from the
-    largest and the sum of each rank's, of student and teacher."""
+    """Return the log-sum-exp over the vocabulary of all ranks, [2, C], for student and teacher.
+    ``known_4C`` contains, for each model, the largest logit and the sum of exponentials on this
+    rank."""
     if group.size > 1:
         parts = of_ranks(group, *known_4C)
     else:

@@ -1,9 +1,9 @@
-"""Texts that a policy wrote, and micro batches of them.
+"""Episodes of a policy, and micro batches of episodes.
 
-An episode is a prompt and what followed: tokens of the policy and, with an environment, of its
-responses. Consecutive episodes of one prompt are a group.
+An episode is a prompt with its completion: the policy's tokens and, with an environment, the tokens
+of the environment's responses. Consecutive episodes of one prompt form a group.
 
-Shapes: L tokens after a prompt, B episodes of a micro batch, S tokens that the model reads of one.
+Shapes: L tokens after a prompt, B episodes of a micro batch, S positions of the model's input.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 from megatron.parallel.loss_head import Targets
 
 Message = Mapping[str, Any]
-"""A turn of a conversation: ``role``, ``content``, as chat templates read it."""
+"""Turn of a conversation with its ``role`` and ``content``, as chat templates read it."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A record of the data.
+    """Prompt from a record of the data.
 
     Attributes:
-        number: of the record in the files of the run, in the order of its flags.
-        tokens: ids that the model reads, int64.
-        text: the prompt as data have it: a text, or the messages of a conversation.
-        columns: the other columns of the record, such as an answer, for rewards.
+        number: record number, counted across all files of the run in command-line order.
+        tokens: token ids that the model reads, int64.
+        text: the prompt as stored in the data: a string, or the messages of a conversation.
+        columns: the record's other columns for reward functions, such as a reference answer.
     """
 
     number: int
@@ -43,17 +43,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Episode:
-    """A text after a prompt.
+    """Completion of a prompt.
 
     Attributes:
-        tokens_L: ids after the prompt, int64, the token that ends the text included.
+        tokens_L: token ids after the prompt, int64, including the end-of-text token.
         own_L: True for tokens of the policy, False for tokens of an environment; bool.
-        log_probs_L: of the policy's tokens when it drew them, at the temperature of the run; 0
-            elsewhere; float32.
-        text: the policy's text without the tokens that end it; of an environment all turns.
-        ended: True for a text that ended by itself, False for one that was cut off.
-        turns: of an environment, the messages after the prompt.
-        reward: what an environment gave; None without one.
+        log_probs_L: log-probabilities of the policy's tokens when they were sampled, at the run's
+            temperature, float32; 0 elsewhere.
+        text: the policy's text without the tokens that end it, or all turns with an environment.
+        ended: True if the completion ended by itself, False if it was truncated.
+        turns: with an environment, the messages after the prompt; otherwise empty.
+        reward: reward from the environment; None without one.
     """
 
     prompt: Prompt
@@ -67,22 +67,23 @@ class Episode:
 
 
 class EpisodeBatch(NamedTuple):
-    """A micro batch of episodes, padded on the right.
+    """Micro batch of episodes, padded on the right.
 
     Attributes:
-        answers: prompts and texts as a batch of the model's family; its targets count where a token
-            of the policy is predicted.
-        advantages_BS: of each predicted token, float32; of one episode mostly the same.
-        sampled_BS: log-probability of each predicted token when it was drawn, float32; 0 where none
-            counts.
-        old_BS: under the weights before the first step on these episodes, float32; None where these
-            are the weights of now, or of sampling.
-        reference_BS: under the reference model, float32; None without one.
-        values_BS: returns that a value head learns, float32; None without one.
-        old_values_BS: values before the first step on these episodes; None without a value head.
-        kept_B: False for episodes whose tokens do not count (cut off, or masked), bool.
+        answers: prompts and completions as a batch of the model's family, whose loss mask selects
+            the policy's tokens.
+        advantages_BS: advantage of each predicted token, float32.
+        sampled_BS: log-probability of each predicted token when it was sampled, float32; 0 at
+            positions without a target.
+        old_BS: log-probabilities under the weights before the first step on these episodes,
+            float32. None if they equal the current log-probabilities or the sampling ones.
+        reference_BS: log-probabilities under the reference model, float32; None without one.
+        values_BS: returns, the value head's targets, float32; None without a value head.
+        old_values_BS: value head's predictions before the first step on these episodes; None
+            without a value head.
+        kept_B: False for episodes that are excluded from the loss; bool.
         weights_2: see :class:`~megatron.features.preference.samples.PreferenceBatch`; the second
-            is of the tokens that count and are kept.
+            weight counts only the tokens that are in the loss.
     """
 
     answers: Any
@@ -97,11 +98,11 @@ class EpisodeBatch(NamedTuple):
 
     @property
     def tokens_BS(self) -> Tensor:
-        """All that the model reads."""
+        """Token ids of the model's input."""
         return self.answers.tokens_BS
 
     def lengthened(self, seq_length: int) -> EpisodeBatch:
-        """With padding after every row, up to ``seq_length`` tokens."""
+        """Return the batch with every row padded to ``seq_length`` tokens."""
         missing = seq_length - self.tokens_BS.shape[1]
         padded = {
             name: F.pad(part, (0, missing))
@@ -111,33 +112,32 @@ class EpisodeBatch(NamedTuple):
         return self._replace(answers=self.answers.lengthened(seq_length), **padded)
 
     def counted(self, targets: Targets) -> Tensor:
-        """1 for the targets that count, else 0: [B, P], float64."""
+        """Return 1 for targets in the loss and 0 for others: [B, P], float64."""
         mask_BP = (targets.mask_BS > 0).double()
         return mask_BP if self.kept_B is None else mask_BP * self.kept_B[:, None]
 
     def share(self, like: Tensor) -> Tensor:
-        """The number of tokens that count, divided by its mean over the micro batches of a step on
-        all ranks: a scalar."""
+        """Return the number of tokens in the loss, divided by its mean over all micro batches of
+        the step on all ranks, as a scalar in the dtype of ``like``."""
         return like.new_ones(()) if self.weights_2 is None else self.weights_2[1].to(like.dtype)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> EpisodeBatch:
-        """The batch on a device."""
+        """Return the batch on a device."""
         return EpisodeBatch._make(
             None if part is None else part.to(device, non_blocking=non_blocking) for part in self
         )
 
 
 def at_targets(values_BS: Tensor, targets: Targets) -> Tensor:
-    """Return the values at the places where targets are predicted, [B, P]; 0 for padding
-    targets."""
+    """Return the values at the positions of targets, [B, P], and 0 for padding."""
     if targets.positions_BP is not None:
         values_BS = values_BS.gather(1, targets.positions_BP)
     return F.pad(values_BS, (0, targets.labels_BS.shape[1] - values_BS.shape[1]))
 
 
 def at_places(values_BP: Tensor, targets: Targets, length: int) -> Tensor:
-    """Values of targets at the places where these are predicted, [B, ``length``], and 0 where no
-    target counts."""
+    """Scatter the values of targets to the positions that predict them, [B, ``length``]. Positions
+    without a counted target are 0."""
     values_BP = values_BP * (targets.mask_BS > 0)
     if targets.positions_BP is None:
         return values_BP

@@ -1,4 +1,4 @@
-"""Reinforcement learning of a GPT on its own texts."""
+"""Feature that trains a GPT by reinforcement learning on its own completions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Log-probabilities of tokens and entropies of their distributions, at a temperature, with
-gradients, by log_probs.py of preferences; the logits of a single chunk are kept.
+"""Log-probabilities of tokens and entropies of their distributions, with gradients.
 
-Shapes: B batch, P positions (outside the region a rank's slice of them if that is split), T tokens
-(B x P), C tokens of a chunk, R rows of it, H hidden, V one rank's share of the vocabulary.
+The computation is chunked, as for the preference losses (log_probs.py). The logits are kept for the
+backward pass if there is only one chunk.
+
+Shapes: B batch, P positions (with sequence parallelism, a rank's slice outside the region), T
+tokens (B x P), C tokens of a chunk, R rows of a chunk, H hidden, V one rank's vocabulary shard.
 """
 
 from __future__ import annotations
@@ -21,20 +23,21 @@ from megatron.parallel.loss_head import HeadInput
 from megatron.parallel.softmax_loss import capped, of_ranks, slices
 
 DEVICE_ROWS = 256
-"""Rows of logits that are worked on at a time on GPUs."""
+"""Number of rows of logits to process at a time on GPUs."""
 
 
 ScoreChunk = Callable[[LogitChunks, slice, Tensor], Tensor]
-"""Computes the log-probabilities [C] of a chunk's labels from its logits [C, V]."""
+"""Function that computes the log-probabilities [C] of a chunk's labels from its logits [C, V]."""
 
 
 class TokenNumbers(NamedTuple):
-    """Numbers of each target, [B, P] of all ranks of a context, float32 or float64, 0 where the
-    mask is; the same on every tensor-parallel rank, and so must be their gradients.
+    """Log-probability and entropy of each target, [B, P] over all context-parallel ranks, float32
+    or float64, and 0 where the mask is 0. Values and gradients must be equal on all tensor-parallel
+    ranks.
 
     Attributes:
         log_probs_BP: natural logarithm of the target's probability.
-        entropies_BP: of the distribution that the target is drawn from, in nats.
+        entropies_BP: entropy of the distribution that the target is drawn from, in nats.
     """
 
     log_probs_BP: Tensor
@@ -44,15 +47,15 @@ class TokenNumbers(NamedTuple):
 def token_numbers(
     inputs: HeadInput, temperature: float, score: ScoreChunk | None = None
 ) -> TokenNumbers:
-    """Numbers of the targets of a head, whose logits are divided by a temperature. With ``score``
-    the log-probabilities are what it computes."""
+    """Return the log-probabilities and entropies of a head's targets, with the logits divided by
+    ``temperature``. If given, ``score`` computes the log-probabilities instead."""
     work = partial(_Softmax, temperature=temperature, score=score)
     numbers, context = token_values(inputs, work, compiled=False), inputs.head.tp.context
     return TokenNumbers(*(inputs.targets.gathered(each, context) for each in numbers))
 
 
 class _Softmax:
-    """Statistics of every token's distribution, [T] each, in the dtype of the computation."""
+    """Log-probabilities and entropies of all tokens, [T] each, in the dtype of the computation."""
 
     def __init__(
         self, run: LogitChunks, temperature: float, score: ScoreChunk | None = None
@@ -64,9 +67,9 @@ class _Softmax:
         self._here_T = (~absent_T).to(run.work)
 
     def read(self, training: bool) -> Sequence[Tensor]:
-        """The log-probabilities and entropies."""
-        # The largest logit; of exp(logit - largest) the sum, and that of its product with the
-        # exponent; the label's logit.
+        """Compute the log-probabilities and entropies."""
+        # Four values per token: the largest logit, the sum of exp(logit - largest), the sum of
+        # exp(logit - largest) x (logit - largest), and the label's logit.
         run = self._run
         known_4T = run.x_TH.new_zeros((4, len(run.x_TH)), dtype=run.work)
         known_4T[0] = torch.finfo(run.work).min
@@ -86,14 +89,14 @@ class _Softmax:
         return scored_T.masked_fill(absent_T, 0.0), self._entropies_T
 
     def gradient(self, chunk: slice, parts_NT: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gradient of the logits of a chunk."""
+        """Return the gradient of a chunk's logits. It overwrites the logits."""
         run = self._run
         logits_CP = run.logits_CP if len(run.chunks) == 1 else run.logits(chunk)
         self._write_gradient(logits_CP, chunk, parts_NT)
         return logits_CP, None
 
     def _softened(self, logits_CP: Tensor, at: slice) -> Tensor:
-        """[R, V]."""
+        """Return the logits of some rows, softcapped and divided by the temperature, [R, V]."""
         wide_RV = logits_CP[at, : self._used].to(self._run.work)
         return capped(wide_RV, self._softcap) / self._temperature
 
@@ -114,15 +117,15 @@ class _Softmax:
             into_4C[2, at] = share_RV.mul_(exponent_RV).sum(-1)
 
     def _write_gradient(self, logits_CP: Tensor, chunk: slice, parts_2T: Tensor) -> None:
-        """Replace the logits of a chunk with their gradient, given the gradients of
-        log-probabilities and entropies, ``parts_2T``."""
+        """Overwrite the logits of a chunk with their gradient. ``parts_2T`` contains the gradients
+        of the log-probabilities and entropies."""
         into_CP = logits_CP
         log_prob_C1, entropy_C1 = parts_2T[:, chunk, None]
         for at in self._parts(logits_CP):
             soft_RV = self._softened(logits_CP, at)
             log_p_RV = soft_RV - (self._largest_T + self._log_total_T)[chunk][at, None]
             p_RV = log_p_RV.exp()
-            # d H / d logit = -p (log p + H).
+            # Gradient of the entropy H with respect to a logit: -p (log p + H).
             grad_RV = log_p_RV.add_(self._entropies_T[chunk][at, None]).mul_(-entropy_C1[at])
             grad_RV = grad_RV.sub_(log_prob_C1[at]).mul_(p_RV)
             label_R1 = log_prob_C1[at] * self._here_T[chunk][at, None]
@@ -136,14 +139,15 @@ class _Softmax:
 
 
 def _over_ranks(run: LogitChunks, known_4T: Tensor) -> Tensor:
-    """Return the numbers over the columns of all ranks, from the numbers over this rank's."""
+    """Combine the softmax statistics of all vocabulary shards."""
     if run.group.size == 1:
         return known_4T
     largest_NT, total_NT, product_NT, target_NT = of_ranks(run.group, *known_4T)
     largest_T = largest_NT.amax(0)
     lower_NT = largest_NT - largest_T
     factor_NT = lower_NT.exp()
-    # A rank without tokens has no total, and a difference that is as good as infinite.
+    # A rank without vocabulary columns has a total of 0 and a hugely negative difference. Their
+    # product must be 0.
     lower_NT = lower_NT.masked_fill(total_NT == 0, 0.0)
     product_T = ((product_NT + lower_NT * total_NT) * factor_NT).sum(0)
     return torch.stack((largest_T, (total_NT * factor_NT).sum(0), product_T, target_NT.sum(0)))

@@ -1,4 +1,4 @@
-"""Evaluation of a policy: rewards of texts after held-out prompts."""
+"""Evaluation of a policy: rewards of its completions of held-out prompts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from megatron.training.trainer import Callback, Trainer
 Floats = npt.NDArray[np.float64]
 Written = tuple[dict[int, Episode], Any, Floats]
 Write = Callable[[dict[int, Prompt], dict[int, int]], Written]
-"""Texts of all replicas after the prompts of this one, by numbers that determine the draws, and
-their rewards; see ``ReinforcementLoop``."""
+"""Function that completes this replica's prompts. Given prompts and draw numbers by sample, it
+returns the completions of all replicas, their reward table, and their rewards; see
+``ReinforcementLoop.written``."""
 FIRST_DRAW = 2**41
-"""Number of the first draw of evaluations: the same in each, and of no training sample."""
+"""First draw number of evaluations. All evaluations use the same numbers, which no training sample
+uses."""
 
 
 def answered(loop: ReinforcementLoop, batches: Sequence[PromptBatch]) -> list[EpisodeBatch]:
-    """Micro batches of texts after held-out prompts; every rank must call it."""
+    """Complete held-out prompts, and return micro batches. Collective: every rank must call it."""
     own = {n: each for batch in batches for each, n in zip(*batch, strict=True)}
     texts, _, _ = loop.written(own, {n: FIRST_DRAW + n for n in own})
     written = [RatedText(n, each, np.zeros(each.own_L.sum())) for n, each in texts.items()]
@@ -37,7 +39,7 @@ def answered(loop: ReinforcementLoop, batches: Sequence[PromptBatch]) -> list[Ep
 
 @dataclass(frozen=True)
 class HeldOutRewards:
-    """Means over the texts after ``prompts`` held-out prompts; see
+    """Metrics of the completions of ``prompts`` held-out prompts; see
     :class:`~megatron.training.metrics.Reported`."""
 
     iteration: int
@@ -48,33 +50,33 @@ class HeldOutRewards:
 
     @property
     def kind(self) -> str:
-        """The writers' name for the values."""
+        """Name under which writers log the values."""
         kind = "test" if self.test else "validation"
         return kind if self.name in ("valid", "test") else f"{kind} {self.name}"
 
     @property
     def minimised(self) -> float | None:
-        """Minus the reward, by which ``--keep-best`` chooses; None on a test set."""
+        """Negated mean reward, for ``--keep-best``. None on a test set or without rewards."""
         return None if self.test or "reward" not in self.values else -self.values["reward"]
 
     def line(self) -> str:
-        """The console line."""
+        """Return the line for the console."""
         values = " | ".join(f"{name}: {value:.6E}" for name, value in self.values.items())
         where = f"{self.kind} rewards at iteration {self.iteration}"
         return f"{where} | {values} | {self.prompts} texts"
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers."""
+        """Return the values by name, for writers."""
         return dict(self.values)
 
 
 @dataclass
 class HeldOutTexts(Callback):
-    """Writes a text after each held-out prompt where an evaluation is due.
+    """Callback that completes the held-out prompts whenever an evaluation is due.
 
     Attributes:
-        count: prompts of an evaluation.
-        success: reward from which on a text is good.
+        count: maximum number of prompts per evaluation.
+        success: minimum reward of a good completion.
     """
 
     write: Write

@@ -1,9 +1,10 @@
-"""Texts of a generation with all that training needs of them, and their place in checkpoints.
+"""Completions of a generation with everything that training on them needs, and their storage in
+checkpoints.
 
-Texts that are trained on in later steps are in ``state.json``, so that a run continues in the
-middle of them with the same bits.
+Completions that later steps will train on are stored in ``state.json``, so that a run can resume
+between these steps with bitwise equal results.
 
-Shapes: E texts of a generation, L tokens of a text that the policy drew.
+Shapes: E completions of a generation, L tokens of a completion that the policy sampled.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ _OF_TOKENS = "advantages_L", "returns_L", "old_L", "reference_L", "values_L"
 
 @dataclass(frozen=True)
 class RatedText:
-    """A text before training on it.
+    """Completion with its advantages, before training. Arrays are float64 with one value per token
+    of the policy.
 
     Attributes:
-        number: of its sample in the order of the run.
-        advantages_L: of the policy's tokens, float64, as all that follow.
+        number: number of its sample in the run.
+        advantages_L: advantages.
         returns_L: targets of the value head; None without one.
-        old_L: log-probabilities under the weights before the first step on the text; None if they
-            equal the sampling ones.
+        old_L: log-probabilities under the weights before the first step on the completion; None if
+            they equal the sampling ones.
         reference_L: log-probabilities under the reference model; None without one.
-        values_L: what the value head expected; None without one.
-        kept: False where its tokens do not count.
+        values_L: the value head's predictions; None without one.
+        kept: False if the completion's tokens are excluded from the loss.
     """
 
     number: int
@@ -50,13 +52,13 @@ class RatedText:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Texts that were written together, in the order of samples, for several steps.
+    """Completions that were generated together, in sample order, for one or more steps.
 
     Attributes:
-        number: of the generation in the run.
-        iteration: steps before it was written.
-        written_E: the texts.
-        numbers: of all of them, for the log of the steps on them.
+        number: number of the generation in the run.
+        iteration: number of training steps before the generation.
+        written_E: the completions.
+        numbers: metrics of all completions, logged at every step that trains on them.
     """
 
     number: int
@@ -65,7 +67,7 @@ class Rollout:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     def stored(self) -> dict[str, Any]:
-        """The generation in JSON values; the tensors as text, in the order of base64."""
+        """Return the generation as JSON values, with the arrays encoded in base64."""
         written = self.written_E
         arrays: dict[str, np.ndarray] = {
             "numbers_E": np.array([each.number for each in written], np.int64),
@@ -91,7 +93,8 @@ class Rollout:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> Rollout:
-        """The generation that :meth:`stored` has written, without the words of its texts."""
+        """Restore a generation from the values of :meth:`stored`, without the text of prompts and
+        completions."""
         arrays = load(base64.b64decode(stored["texts"]))
 
         def rows(name: str) -> Iterator[Any]:
@@ -115,22 +118,22 @@ class Rollout:
         return cls(stored["number"], stored["iteration"], written, stored.get("numbers", {}))
 
     def steps(self, count: int) -> list[Sequence[RatedText]]:
-        """Return the texts of each of this many steps."""
+        """Split the completions evenly into ``count`` steps."""
         size, rest = divmod(len(self.written_E), count)
         assert not rest
         return [self.written_E[at * size : (at + 1) * size] for at in range(count)]
 
 
 class KeptTexts:
-    """State of a run's texts in checkpoints, which is computed when one is saved."""
+    """Checkpoint state of a run's completions, serialized only when a checkpoint is saved."""
 
     def __init__(self) -> None:
         self.generations: dict[int, Rollout] = {}
         self.replaced = 0
-        """Number of prompts so far that replaced others."""
+        """Number of groups so far whose prompt was replaced by another."""
 
     def keys(self) -> tuple[str, ...]:
-        """Names of the values."""
+        """Return the names of the state's values."""
         return "generations", "replaced"
 
     def __getitem__(self, name: str) -> Any:
@@ -139,12 +142,12 @@ class KeptTexts:
         return [each.stored() for each in self.generations.values()]
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take what a checkpoint has."""
+        """Restore the state from a checkpoint."""
         self.replaced = state["replaced"]
         each = (Rollout.of(stored) for stored in state["generations"])
         self.generations = {generation.number: generation for generation in each}
 
     def without_old(self, number: int) -> None:
-        """Forget the generations before one."""
+        """Discard the generations before generation ``number``."""
         for old in [n for n in self.generations if n < number]:
             del self.generations[old]

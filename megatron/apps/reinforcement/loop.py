@@ -1,10 +1,10 @@
-"""The loop of reinforcement learning: a generation of texts before the steps that train on it.
+"""Reinforcement learning loop: generate completions, then run the steps that train on them.
 
-Every replica of the model generates the texts of its own samples, on all of its ranks; where
-replicas gather their weights or experts from each other, all write all texts in the same passes.
-What is known of the texts of all replicas is then the same on every rank.
+Each replica of the model generates the completions of its own samples, on all of its ranks. If
+replicas gather weights or experts from each other, all of them generate all completions in the same
+passes. Afterwards every rank has the completions and rewards of all replicas.
 
-Shapes: E texts of a generation, L tokens of a text that the policy drew.
+Shapes: E completions of a generation, L tokens of a completion that the policy sampled.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from megatron.util.phases import phase
 
 Floats = npt.NDArray[np.float64]
 EXTRA = 2**40
-"""Number of the first sample that replaces another one."""
+"""First draw number of prompts that replace others (``--dynamic-sampling``)."""
 
 
 class Observer(Protocol):
-    """Learns of every generation, on every rank."""
+    """Object that is notified of every generation, on every rank."""
 
     def generated(self, episodes: Sequence[Episode], table: Any, rewards_E: Floats) -> None: ...
 
 
 class SharedDialogue:
-    """A dialogue of replicas that write the same texts in the same passes: the first one's, which
-    tells the others."""
+    """Dialogue for replicas that all generate the same completions in the same passes. The first
+    replica talks to the environment and broadcasts its responses."""
 
     def __init__(self, dialogue: Dialogue | None, group: Group) -> None:
         self._dialogue, self._group = dialogue, group
@@ -71,7 +71,7 @@ class SharedDialogue:
 
 
 class SeenAgain(RenumberedSamples[Any]):
-    """The samples of a generation again in each of ``passes`` over it, ``size`` samples long."""
+    """Dataset that repeats the ``size`` samples of each generation ``passes`` times in a row."""
 
     def __init__(self, dataset: SampleDataset[Any], size: int, passes: int) -> None:
         super().__init__(dataset)
@@ -86,15 +86,15 @@ class SeenAgain(RenumberedSamples[Any]):
 
 
 class ReinforcementLoop(Callback):
-    """Makes the micro batches of every step of texts that the model writes; :meth:`look_ahead` is
-    that of the engine.
+    """Callback that generates the completions of every step and builds its micro batches. The
+    engine calls :meth:`look_ahead` before each step.
 
     Attributes:
-        kept: what checkpoints keep.
-        fresh: True if the step's texts were generated with the weights that it starts from.
-        numbers: of the texts of the step, for the log.
-        prompts: the samples of training.
-        restore: after a rollback, takes these samples and what the checkpoint has kept.
+        kept: state for checkpoints.
+        fresh: True if the step's completions were generated with the weights that it starts from.
+        numbers: metrics of the step's completions, for the log.
+        prompts: the training samples.
+        restore: function that restores the loop after a rollback, given the training samples.
     """
 
     def __init__(
@@ -138,7 +138,8 @@ class ReinforcementLoop(Callback):
         self.restore(trainer.data.datasets.train)
 
     def look_ahead(self, batches: Iterator[Any], count: int) -> Iterator[EpisodeBatch]:
-        """The micro batches of a step."""
+        """Return the micro batches of the next step, generating completions first if needed. Raises
+        TrainingStopped if the samples changed between steps on the same generation."""
         trainer = self._trainer
         assert trainer is not None, "a step outside of a training"
         number, place = divmod(trainer.iteration, self.options.steps_of_texts)
@@ -166,12 +167,13 @@ class ReinforcementLoop(Callback):
         generation = self.kept.generations[number]
         of_step = generation.steps(several)[place % several]
         if last:
-            # Before a checkpoint after this step.
+            # Discard used generations now, because a checkpoint may be saved after this step.
             self.kept.without_old(number + 1)
         return iter(self.micro_batches(of_step, prompts))
 
     def _is_of(self, number: int, batches: Sequence[Any]) -> bool:
-        """True if the texts of a generation are there, after the prompts of these micro batches."""
+        """Return whether generation ``number`` exists and contains the samples of these micro
+        batches."""
         kept = self.kept.generations.get(number)
         known = set() if kept is None else {text.number for text in kept.written_E}
         return known.issuperset(sample for batch in batches for sample in batch.numbers)
@@ -179,7 +181,7 @@ class ReinforcementLoop(Callback):
     def micro_batches(
         self, of_step: Sequence[RatedText], prompts: Sequence[Any]
     ) -> list[EpisodeBatch]:
-        """This rank's part of a step."""
+        """Build this rank's micro batches of a step."""
         by_number = {text.number: text for text in of_step}
         own = [[by_number[number] for number in batch.numbers] for batch in prompts]
         tokens = {text.number: text.kept * int(text.episode.own_L.sum()) for text in of_step}
@@ -188,7 +190,7 @@ class ReinforcementLoop(Callback):
         return self._shapes.batches(own, [each / mean for each in counts])
 
     def _ahead(self, batches: Iterator[Any], count: int) -> list[Any]:
-        """The next micro batches of prompts, which stay the next ones."""
+        """Return the next micro batches of prompts without consuming them."""
         while len(self._waiting) < count:
             self._waiting.append(next(batches))
         return list(islice(self._waiting, count))
@@ -217,7 +219,8 @@ class ReinforcementLoop(Callback):
             equal = all_equal(rewards_E, groups_E)
             if not equal.any():
                 break
-            # The same on every rank: each group gets the next of the prompts from the end.
+            # All ranks choose the same prompts: each group gets the next prompt from the end of the
+            # data.
             for taken in dict.fromkeys(groups_E[equal].tolist()):
                 self.kept.replaced += 1
                 at = len(self.prompts) - self.kept.replaced * group
@@ -243,8 +246,12 @@ class ReinforcementLoop(Callback):
     def written(
         self, prompts: dict[int, Prompt], samples: dict[int, int]
     ) -> tuple[dict[int, Episode], Any, Floats]:
-        """Return the texts of all replicas by sample, and their rewards in the order of samples.
-        ``prompts`` belong to this replica; ``samples`` are the numbers that seed the sampling."""
+        """Generate completions and their rewards. Return the completions of all replicas by sample,
+        the reward table or None, and the rewards in sample order. Collective: every rank must call
+        it.
+
+        ``prompts`` are those of this replica, by sample. ``samples`` contains the numbers that seed
+        the sampling."""
         own = list(prompts)
         asked = [(sample, prompts[sample], samples[sample]) for sample in own]
         if self._together:
@@ -281,8 +288,8 @@ class ReinforcementLoop(Callback):
         return texts, table, rewards_E
 
     def _tasks(self, asked: Sequence[tuple[Prompt, int]]) -> list[WritingTask]:
-        """The texts to write, which begin with what an environment says first. Only one rank talks
-        to the environments of a text."""
+        """Return the generation tasks. With an environment, the prompts include its first messages,
+        and only one rank communicates with it."""
         if self._begin_dialogue is None:
             return [WritingTask(prompt, number) for prompt, number in asked]
         mesh, share = self._mesh, None
@@ -301,7 +308,7 @@ class ReinforcementLoop(Callback):
         ]
 
     def _of_all(self, own: Any, group: Any) -> list[Any]:
-        """Gather the objects of the ranks of a group, in their order."""
+        """Gather objects from the ranks of a group, in rank order. Collective."""
         parts = [own]
         if group.size > 1:
             parts = [None] * group.size
@@ -311,7 +318,7 @@ class ReinforcementLoop(Callback):
     def _estimated(
         self, batches: Sequence[Any], texts: dict[int, Episode], rewards_E: Floats
     ) -> list[RatedText]:
-        """The texts in the order of samples, with their advantages."""
+        """Return the completions with their advantages, in sample order."""
         options, order = self.options, sorted(texts)
         values = reference = None
         if options.has_values:
@@ -353,10 +360,11 @@ class ReinforcementLoop(Callback):
         ]
 
     def _keep_old(self, number: int, batches: Sequence[Any]) -> None:
-        """Store the log-probabilities before the first step on a generation."""
+        """Store the log-probabilities of a generation's tokens under the weights before the first
+        step on them."""
         generation = self.kept.generations[number]
         if self.fresh and self._shapes.padded is not None:
-            # Those of drawing are the same.
+            # The log-probabilities from sampling are bitwise equal to these.
             old = [
                 each.episode.log_probs_L[each.episode.own_L].astype(np.float64)
                 for each in generation.written_E
@@ -370,7 +378,7 @@ class ReinforcementLoop(Callback):
         self.kept.generations[number] = replace(generation, written_E=written)
 
     def _policy(self, batches: Sequence[Any], texts: dict[int, Episode]) -> list[_TokenRows]:
-        """Numbers of the tokens of texts under the model, in the order of samples."""
+        """Return log-probabilities and values under the current model, in sample order."""
         own = _bare(batches, texts)
         own_batches, values = self._shapes.batches(own), self.options.has_values
         records = token_records(
@@ -384,7 +392,7 @@ class ReinforcementLoop(Callback):
         return self._in_order(rows)
 
     def _of_reference(self, batches: Sequence[Any], texts: dict[int, Episode]) -> list[Floats]:
-        """Log-probabilities of texts under the reference model, in the order of samples."""
+        """Return log-probabilities under the reference model, in sample order."""
         own = _bare(batches, texts)
         plain = self._shapes.plain(own)
         rows = {
@@ -397,14 +405,14 @@ class ReinforcementLoop(Callback):
         return self._in_order(rows)
 
     def _in_order(self, rows: dict[int, Any]) -> list[Any]:
-        """Rows of the texts of all ranks, in the order of samples."""
+        """Gather rows from all ranks, and return them in sample order. Collective."""
         parts = self._of_all(rows if self._mesh.tensor.rank == 0 else {}, self._mesh.world)
         together = {sample: row for part in parts for sample, row in part.items()}
         return [together[sample] for sample in sorted(together)]
 
 
 class _TokenRows(NamedTuple):
-    """Numbers of a text's tokens, float64."""
+    """Log-probabilities and values of a completion's tokens, float64."""
 
     log_probs_L: Floats
     values_L: Floats | None
@@ -418,7 +426,7 @@ def _rows_of_texts(record: TokenRecord, batch: EpisodeBatch) -> list[_TokenRows]
 
 
 def _bare(batches: Sequence[Any], texts: dict[int, Episode]) -> list[list[RatedText]]:
-    """The texts of micro batches of prompts, without rewards or advantages yet."""
+    """Return the completions for micro batches of prompts, with zero advantages as placeholders."""
     return [
         [
             RatedText(sample, texts[sample], np.zeros(int(texts[sample].own_L.sum())))
@@ -429,7 +437,7 @@ def _bare(batches: Sequence[Any], texts: dict[int, Episode]) -> list[list[RatedT
 
 
 def _replaced_rows(table: Any, places: npt.NDArray[np.bool_], other: Any) -> Any:
-    """A table of rewards with the rows of another one at some places."""
+    """Return a reward table with the selected rows replaced by the rows of ``other``."""
     if table is None:
         return None
     values_ER = table.values_ER.copy()
@@ -438,7 +446,7 @@ def _replaced_rows(table: Any, places: npt.NDArray[np.bool_], other: Any) -> Any
 
 
 def _divergence(now_L: Floats, reference_L: Floats, estimator: str | None) -> Floats:
-    """The estimate of the divergence at each token."""
+    """Estimate the divergence from the reference model at each token."""
     estimate_L = divergence(torch.from_numpy(now_L), torch.from_numpy(reference_L), estimator)
     result: Floats = estimate_L.numpy()
     return result

@@ -1,7 +1,7 @@
-"""Losses of texts that the policy wrote, from log-probabilities of their tokens, and the numbers
-reported next to them, by the names that trl gives them.
+"""Losses of completions, computed from the log-probabilities of their tokens, and the metrics that
+are reported along with them under trl's names.
 
-Shapes: B texts of a micro batch, S places of their tokens.
+Shapes: B completions of a micro batch, S positions of their tokens, N pairs.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ CLIPPED_LOW, CLIPPED_HIGH, CLIPPED = (
     "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
 )  # fmt: skip
 SAMPLING_KL, SAMPLING_DIFFERENCE = SAMPLING = "sampling/kl", "sampling/logp_difference"
-"""Divergence (k3) of the distributions that tokens were drawn from and are trained under, and mean
-absolute difference of log-probabilities, 0 only if all have the same bits."""
+"""Divergence (k3) between the distributions in sampling and in training, and mean absolute
+difference of log-probabilities, which is 0 only if all are bitwise equal."""
 PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-"""Reported for pairs, as by ``--preference dpo``."""
+"""Metrics of pairs, also reported by ``--preference dpo``."""
 
 
 class DrawnTokens(NamedTuple):
-    """Tokens of a micro batch, [B, S] each, float32 or float64.
+    """Sampled tokens of a micro batch, [B, S] each, float32 or float64.
 
     Attributes:
-        log_probs_BS: under the current weights, with a gradient; 0 where no token counts.
-        entropies_BS: of the distributions that they are drawn from, with a gradient.
-        mask_BS: 1 where a token counts, else 0.
-        advantages_BS: how much better than expected each token is.
-        old_BS: log-probabilities under the weights before the first step on these texts.
-        sampled_BS: log-probabilities when they were drawn.
+        log_probs_BS: log-probabilities under the current weights, with a gradient; 0 for tokens
+            that are not in the loss.
+        entropies_BS: entropies of the tokens' distributions, with a gradient.
+        mask_BS: 1 for tokens in the loss, else 0.
+        advantages_BS: advantages of the tokens.
+        old_BS: log-probabilities under the weights before the first step on these completions.
+        sampled_BS: log-probabilities when the tokens were sampled.
         reference_BS: log-probabilities under the reference model; None without one.
-        share: tokens that count, as a share of the mean over the micro batches of a step on all
-            ranks; a scalar.
+        share: number of tokens in the loss, divided by its mean over all micro batches of the step
+            on all ranks; a scalar.
     """
 
     log_probs_BS: Tensor
@@ -53,15 +54,15 @@ class DrawnTokens(NamedTuple):
     share: Tensor
 
     def mean(self, values_BS: Tensor) -> Tensor:
-        """A micro batch's part of the mean over the tokens of a step: averaged over micro batches
-        and ranks, these parts give the mean over all tokens."""
+        """Return a micro batch's contribution to the mean over the tokens of a step. Averaged over
+        micro batches and ranks, the contributions give the mean over all tokens."""
         total = (values_BS * self.mask_BS).sum() / self.mask_BS.sum().clamp(min=1.0)
         return total * self.share
 
 
 def loss_weights(options: ReinforcementConfig) -> dict[str, float]:
-    """The names of a loss and of what is reported next to it, with their weights in the number that
-    is minimised."""
+    """Return the names of the losses and metrics, with their weights in the total loss. Metrics
+    have the weight 0."""
     if options.rl == "online-dpo":
         return {DPO_LOSS: 1.0} | dict.fromkeys((*PAIRS, KL, ENTROPY, *SAMPLING), 0.0)
     weights = {POLICY_LOSS: 1.0, ENTROPY: -options.entropy_coef}
@@ -76,7 +77,8 @@ def loss_weights(options: ReinforcementConfig) -> dict[str, float]:
 
 
 def policy_losses(options: ReinforcementConfig, tokens: DrawnTokens) -> dict[str, Tensor]:
-    """Return the numbers of :func:`loss_weights`, except the value head's."""
+    """Return the losses and metrics of :func:`loss_weights`, except the value loss and the metrics
+    of :data:`SAMPLING`."""
     ratio = importance_ratio(options, tokens)
     terms_BS, *clipped = _policy_terms(options, tokens, ratio)
     if options.off_policy_mask_threshold is not None:
@@ -103,7 +105,7 @@ def policy_losses(options: ReinforcementConfig, tokens: DrawnTokens) -> dict[str
 
 
 def sampling_numbers(tokens: DrawnTokens) -> dict[str, Tensor]:
-    """The numbers of :data:`SAMPLING`."""
+    """Return the metrics of :data:`SAMPLING`."""
     log_probs_BS = tokens.log_probs_BS.detach()
     kl_BS = divergence(tokens.sampled_BS, log_probs_BS, "k3")
     difference_BS = (log_probs_BS - tokens.sampled_BS).abs()
@@ -111,9 +113,9 @@ def sampling_numbers(tokens: DrawnTokens) -> dict[str, Tensor]:
 
 
 def importance_ratio(options: ReinforcementConfig, tokens: DrawnTokens) -> Tensor:
-    """The ratio of the probabilities under the weights in training and under the old ones, [B, S],
-    or [B, 1] where a text has one: see ``--importance-sampling-level``; for the loss rloo the
-    product over the tokens of a text."""
+    """Return the ratio of current to old probabilities: [B, S], or [B, 1] for one ratio per
+    completion (see ``--importance-sampling-level``). For the rloo loss it is the product over all
+    tokens of a completion."""
     mask_BS = tokens.mask_BS
     log_ratio_BS = (tokens.log_probs_BS - tokens.old_BS) * mask_BS
     if options.loss_type == "rloo":
@@ -130,18 +132,18 @@ def importance_ratio(options: ReinforcementConfig, tokens: DrawnTokens) -> Tenso
 def _policy_terms(
     options: ReinforcementConfig, tokens: DrawnTokens, ratio: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each token, [B, S], and 1 where the ratio was clipped from below and from above,
-    [B, S] or [B, 1]."""
+    """Return the loss of each token, [B, S], and indicators of the ratios that were clipped from
+    below and from above, [B, S] or [B, 1]."""
     advantages_BS = tokens.advantages_BS
     low, high = options.clip_from
     if options.loss_type == "cispo":
-        # Chen et al. 2025 (arXiv:2506.13585), equation 4: the weight is clipped, and every token
-        # keeps its gradient.
+        # Chen et al. 2025 (arXiv:2506.13585), equation 4: only the weight is clipped, so that every
+        # token keeps its gradient.
         terms_BS = -ratio.clamp(max=high).detach() * advantages_BS * tokens.log_probs_BS
         above_BS = (ratio > high) & (advantages_BS > 0)
         below_BS = torch.zeros_like(above_BS)
     else:
-        # Schulman et al. 2017 (arXiv:1707.06347), equation 7, with the bound of INTELLECT-2
+        # Schulman et al. 2017 (arXiv:1707.06347), equation 7, with the upper bound of INTELLECT-2
         # (arXiv:2505.07291), section 3.4.
         bounded = ratio if options.delta is None else ratio.clamp(max=options.delta)
         clipped = ratio.clamp(1 - low, 1 + high)
@@ -153,10 +155,11 @@ def _policy_terms(
 
 
 def aggregated(options: ReinforcementConfig, terms_BS: Tensor, tokens: DrawnTokens) -> Tensor:
-    """Return the loss of a micro batch from its tokens' terms, by ``--loss-type``. Averaged over
-    micro batches and ranks it is the loss of the step."""
+    """Return the loss of a micro batch, given the terms of its tokens, according to
+    ``--loss-type``. Averaged over micro batches and ranks, it is the loss of the step."""
     mask_BS = tokens.mask_BS
-    if options.loss_type in ("grpo", "rloo"):  # whose tokens have the term of their text
+    # with rloo, all tokens of a completion have the same term
+    if options.loss_type in ("grpo", "rloo"):
         return _mean_of_texts(terms_BS, mask_BS).mean()
     if options.loss_type == "dr_grpo":
         return (terms_BS * mask_BS).sum() / (len(mask_BS) * options.max_completion_length)
@@ -165,13 +168,14 @@ def aggregated(options: ReinforcementConfig, terms_BS: Tensor, tokens: DrawnToke
 
 
 def _mean_of_texts(terms_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """[B]."""
+    """Return the mean of each completion's terms, [B]."""
     return (terms_BS * mask_BS).sum(1) / mask_BS.sum(1).clamp(min=1.0)
 
 
 def divergence(log_probs_BS: Tensor, reference_BS: Tensor, estimator: str | None) -> Tensor:
-    """An estimate of KL(policy || reference) from each token, [B, S] (Schulman 2020, "Approximating
-    KL divergence"): the log-ratio, half of its square, or the one that is never negative."""
+    """Estimate KL(policy || reference) at each token, [B, S] (Schulman 2020, "Approximating KL
+    divergence"): k1 is the log-ratio, k2 half of its square, and k3 an estimate that is never
+    negative."""
     ratio_BS = log_probs_BS - reference_BS
     if estimator == "k1":
         return ratio_BS
@@ -181,9 +185,9 @@ def divergence(log_probs_BS: Tensor, reference_BS: Tensor, estimator: str | None
 
 
 def correction(options: ReinforcementConfig, tokens: DrawnTokens) -> Tensor:
-    """The weight of each token for having been drawn under other weights than the old ones, [B, S]
-    or [B, 1] (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"), by ``--importance-sampling-correction``."""
+    """Return the importance weight, [B, S] or [B, 1], that corrects for sampling with other
+    probabilities than the old ones (Yao et al. 2025, "Your efficient RL framework secretly brings
+    you off-policy RL training"), according to ``--importance-sampling-correction``."""
     level, limit = (options.importance_sampling_correction or "").split("_")
     log_ratio = (tokens.old_BS - tokens.sampled_BS) * tokens.mask_BS
     if level == "sequence":
@@ -197,7 +201,8 @@ def correction(options: ReinforcementConfig, tokens: DrawnTokens) -> Tensor:
 
 
 def _near_enough(threshold: float, tokens: DrawnTokens) -> Tensor:
-    """1 for texts that are good, or as probable as when they were drawn, else 0, [B, S]
+    """Return the mask [B, S] of tokens to keep: 1 for tokens with a non-negative advantage, and for
+    completions whose mean log-probability has fallen by at most ``threshold`` since sampling
     (DeepSeek-V3.2, arXiv:2512.02556, equation 9)."""
     mask_BS = tokens.mask_BS
     fallen_BS = (tokens.sampled_BS - tokens.log_probs_BS.detach()) * mask_BS
@@ -213,9 +218,9 @@ def value_loss(
     mask_BS: Tensor,
     share: Tensor,
 ) -> Tensor:
-    """Half of the squared error of the values, or of values that are clipped to be near the old
-    ones if that is more; its part of the mean over all tokens of a step (as in OpenAI's baselines,
-    ppo2)."""
+    """Return a micro batch's contribution to the value loss of a step. The loss is half of the
+    squared error of the values, or of the values clipped to a range around the old ones if that
+    error is larger (as in OpenAI's baselines, ppo2)."""
     near_BS = old_BS + (values_BS - old_BS).clamp(-options.cliprange_value, options.cliprange_value)
     errors = ((each - returns_BS).square() for each in (values_BS, near_BS))
     total = (torch.maximum(*errors) * mask_BS).sum() / 2
@@ -225,16 +230,19 @@ def value_loss(
 def pair_losses(
     options: ReinforcementConfig, tokens: DrawnTokens, better_N: Tensor
 ) -> dict[str, Tensor]:
-    """The numbers of :func:`loss_weights` of pairs of texts, which are consecutive; ``better_N`` is
-    0 or 1: the place of the better one. Guo et al. 2024 (arXiv:2402.04792), by the losses of
-    Rafailov et al. 2023 (sigmoid) and Azar et al. 2023 (ipo)."""
+    """Return the losses and metrics of :func:`loss_weights` for pairs of consecutive
+    completions, except those of :data:`SAMPLING`.
+
+    ``better_N`` is the index in the pair, 0 or 1, of the better completion. This is Guo et al.
+    2024 (arXiv:2402.04792), with the losses of Rafailov et al. 2023 (sigmoid) or Azar et al.
+    2023 (ipo)."""
     assert tokens.reference_BS is not None and options.beta is not None
     mask_BS = tokens.mask_BS
     ratio_BS = (tokens.log_probs_BS - tokens.reference_BS) * mask_BS
     ratio_N2 = ratio_BS.sum(1).view(-1, 2)
     places_N2 = torch.stack((better_N, 1 - better_N), dim=1)
     better_N, worse_N = ratio_N2.gather(1, places_N2).unbind(1)
-    # Pairs without tokens that count are no pairs.
+    # Exclude pairs in which a completion has no token in the loss.
     counted_N = (mask_BS.sum(1).view(-1, 2) > 0).all(1).to(ratio_BS.dtype)
     margin_N = better_N - worse_N
     if options.loss_type == "ipo":

@@ -1,8 +1,8 @@
-"""Reinforcement learning as an objective: what the head of a model computes of a micro batch of
-texts, in training and before it.
+"""Objective of reinforcement learning: what the output head computes for a micro batch of
+completions, in training and when recording log-probabilities before it.
 
-Shapes: B texts of a micro batch, S places of what the model reads, P of them where a token is
-predicted that counts.
+Shapes: B completions of a micro batch, S positions of the model's input, P positions that predict a
+target.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from megatron.model.spec import Measure, ModelSpec
 from megatron.parallel.loss_head import HeadInput, Targets
 
 HeadNumbers = Callable[[HeadInput, float], TokenNumbers]
-"""Computes log-probabilities and entropies of a head's targets at a temperature."""
+"""Function that computes log-probabilities and entropies of a head's targets at a temperature."""
 
 
 def with_reinforcement(
     spec: ModelSpec, config: RunConfig, numbers: HeadNumbers = token_numbers
 ) -> ModelSpec:
-    """A model that is trained by the loss of ``--rl`` on :class:`EpisodeBatch`; other batches are
-    evaluated as before."""
+    """Return the model specification with the loss of ``--rl`` for :class:`EpisodeBatch`. Batches
+    of other types keep their evaluation."""
     options = config.section(ReinforcementConfig)
     if options.has_values:
         spec = with_value_head(spec, config.model, options)
@@ -59,14 +59,15 @@ def with_reinforcement(
 
 
 def of_texts(spec: ModelSpec) -> ModelSpec:
-    """A model that reads the texts of :class:`EpisodeBatch`, and learns nothing of them."""
+    """Return a model specification that accepts :class:`EpisodeBatch` and reads its completions,
+    without a loss of its own."""
     return dataclasses.replace(spec, begin=lambda batch: spec.begin(batch.answers))
 
 
 def _begin(
     begin: Callable[[Any], LayerState], objective: ReinforcementObjective, batch: Any
 ) -> LayerState:
-    """The initial state of a micro batch."""
+    """Return the model's initial state for a micro batch."""
     if not isinstance(batch, EpisodeBatch):
         return begin(batch)
     bound = dataclasses.replace(objective, batch=batch)
@@ -75,11 +76,11 @@ def _begin(
 
 @dataclass(frozen=True)
 class ReinforcementObjective:
-    """The loss of a micro batch of texts.
+    """Loss of a micro batch of completions.
 
     Attributes:
         losses: see :class:`~megatron.parallel.loss_head.Objective`.
-        numbers: computes what the losses are made of.
+        numbers: function that computes log-probabilities and entropies.
     """
 
     options: ReinforcementConfig
@@ -102,8 +103,8 @@ class ReinforcementObjective:
 
 
 def tokens_of(numbers: TokenNumbers, targets: Targets, batch: EpisodeBatch) -> DrawnTokens:
-    """The tokens of a micro batch, float64: log-probabilities of texts are large, and their
-    differences small."""
+    """Return the tokens of a micro batch, in float64: log-probabilities of completions are large
+    and differ by small amounts."""
     whole = targets.whole or targets
     mask_BP = batch.counted(whole)
     log_probs_BP = numbers.log_probs_BP.double()
@@ -127,17 +128,19 @@ def tokens_of(numbers: TokenNumbers, targets: Targets, batch: EpisodeBatch) -> D
 
 
 def better_of(tokens: DrawnTokens) -> Tensor:
-    """0 or 1 for each pair of texts: which has the larger advantage, the first of equals; [N]."""
+    """Return the index (0 or 1) of the completion with the larger sum of advantages in each pair,
+    [N]. Ties give 0."""
     first_N, second_N = tokens.advantages_BS.sum(1).view(-1, 2).unbind(1)
     return (second_N > first_N).long()
 
 
 class TokenRecord(NamedTuple):
-    """Numbers of the tokens of a micro batch, without gradients, [B, S], 0 where none counts.
+    """Log-probabilities and values of the tokens of a micro batch, without gradients, [B, S].
+    Positions without a target are 0.
 
     Attributes:
-        log_probs_BS: float64.
-        values_BS: predictions of the value head before each token, float64; None without one.
+        log_probs_BS: log-probabilities, float64.
+        values_BS: the value head's predictions before each token, float64; None without one.
     """
 
     log_probs_BS: Tensor
@@ -152,8 +155,9 @@ def token_records(
     values: bool = False,
     numbers: HeadNumbers = token_numbers,
 ) -> list[TokenRecord]:
-    """Numbers of micro batches under the weights of an engine, whose value head counts with
-    ``values``; every rank must call it. Nothing on pipeline stages without the output head."""
+    """Compute the log-probabilities of micro batches under an engine's weights and, with
+    ``values``, the predictions of its value head. Collective: every rank must call it. Pipeline
+    stages without the output head return an empty list."""
     measure = _Recorder(temperature=temperature, values=values, numbers=numbers)
     engine.prepare_evaluation()
     measured: list[Any] = engine.backend.evaluate(iter(batches), len(batches), measure) or []
@@ -162,7 +166,7 @@ def token_records(
 
 @dataclass(frozen=True)
 class _Recorder(Measure):
-    """Ends with a :class:`TokenRecord` instead of numbers."""
+    """Measure that yields the values of a :class:`TokenRecord` instead of scalars."""
 
     names: tuple[str, ...] = ()
     take: Any = None

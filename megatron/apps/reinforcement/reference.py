@@ -1,10 +1,10 @@
-"""The reference model: what the policy must stay near.
+"""Reference model: the model from which the policy must not diverge too far.
 
-It is the model that training began with. The weights that are trained are kept as they were then,
-next to the optimizer's states and divided over ranks as these are, and the model computes with them
-for a pass before each step. With adapters these are the adapters alone, which add nothing at the
-start: the reference is the base. Checkpoints have them, so that a continued run has the same
-reference. A checkpoint of ``--reference-checkpoint`` is a second model.
+It is the model at the start of training. Its trainable weights are stored with the optimizer state,
+sharded in the same way, and are swapped in for a forward pass before each step. With adapters, only
+the adapters are stored. They add nothing at the start, so the reference is the base model. The
+reference weights are part of checkpoints, so that a resumed run has the same reference. With
+``--reference-checkpoint``, that checkpoint is loaded as a second model instead.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megatron.parallel.mesh import Mesh
 from megatron.training.trainer import Callback, Step, Trainer
 
 REFERENCE = "reference_weight"
-"""State of a weight in checkpoints."""
+"""Name of a weight's reference copy in checkpoints."""
 
 
 def keep_reference(engine: TrainEngine) -> None:
-    """Give an engine that was just built a place for the reference, before a checkpoint is
+    """Reserve space for reference weights in a new engine. Must be called before a checkpoint is
     loaded."""
     options = engine.config.section(ReinforcementConfig)
     if options.needs_reference and _checkpoint(engine.config) is None:
@@ -52,9 +52,9 @@ def _checkpoint(config: RunConfig) -> str | None:
 
 
 class ReferenceModel(Callback):
-    """The reference model of a run, optionally moved towards the policy after steps. Every rank
-    must create it, after a checkpoint is loaded, and call it. Raises CheckpointError if there is no
-    such checkpoint."""
+    """Reference model of a run, optionally updated towards the policy at intervals. Collective:
+    every rank must create it, after a checkpoint is loaded, and call it. Raises CheckpointError if
+    ``--reference-checkpoint`` does not exist."""
 
     def __init__(self, engine: TrainEngine, mesh: Mesh) -> None:
         self._engine, self._options = engine, engine.config.section(ReinforcementConfig)
@@ -68,8 +68,9 @@ class ReferenceModel(Callback):
     def log_probs(
         self, batches: Sequence[EpisodeBatch], numbers: HeadNumbers = token_numbers
     ) -> list[Tensor]:
-        """Log-probabilities of the tokens of micro batches, at the temperature of the run, float64
-        [B, S] each, 0 where none counts; nothing on pipeline stages without the output head."""
+        """Return the log-probabilities of the tokens of micro batches at the run's temperature,
+        float64 [B, S] each. Positions without a target are 0. Pipeline stages without the output
+        head return an empty list."""
         temperature, other = self._options.temperature, self._other
         if other is not None:
             records = token_records(other, batches, temperature, numbers=numbers)
@@ -79,7 +80,8 @@ class ReferenceModel(Callback):
         return [record.log_probs_BS for record in records]
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Move the reference (Gorbatovski et al. 2024, arXiv:2404.09656, equation 3)."""
+        """Update the reference model if ``--sync-ref-model`` is set and an update is due
+        (Gorbatovski et al. 2024, arXiv:2404.09656, equation 3)."""
         if (
             self._options.sync_ref_model
             and step.iteration % self._options.ref_model_sync_steps == 0
@@ -89,7 +91,7 @@ class ReferenceModel(Callback):
 
 
 def _loaded(config: RunConfig, path: str, mesh: Mesh) -> Evaluator:
-    """The model of a checkpoint at the layout of a run."""
+    """Load the model of a checkpoint, in the layout of the run."""
     checkpoint = locate_checkpoint(path)
     if checkpoint is None:
         raise CheckpointError(f"--reference-checkpoint {path}: {nothing_at(path)}")

@@ -1,4 +1,4 @@
-"""Texts that the model in training writes after prompts, and what an environment answers."""
+"""Generation of completions with the model in training, and interaction with environments."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from megatron.tokenizer import Tokenizer
 from megatron.util.phases import moved
 
 PROMPT_TOKENS = 1024
-"""Prompt tokens per pass, in addition to the generated ones."""
+"""Maximum number of prompt tokens per forward pass, in addition to the decoded tokens."""
 
 
 class Dialogue(Protocol):
-    """An environment during one episode.
+    """Dialogue with an environment during one episode.
 
     Attributes:
         turns: messages after the prompt so far.
-        reward: sum of what the environment gave so far; None without any.
+        reward: sum of the environment's rewards so far; None without a reward.
     """
 
     turns: list[Message]
     reward: float | None
 
     def answered(self, text: str, room: int) -> Sequence[int] | None:
-        """The tokens that follow a text of the model, which the model continues; None at the end
-        of the episode. More than ``room`` end it too."""
+        """Return the tokens of the environment's response to a turn of the model, after which the
+        model continues. Return None at the end of the episode. A response of more than ``room``
+        tokens also ends it."""
         ...
 
 
 @dataclass(frozen=True)
 class WritingTask:
-    """A text to write.
+    """Completion to generate.
 
     Attributes:
-        number: of the sample, which determines its draws.
-        dialogue: the environment of the text; None without one.
+        number: draw number, which seeds the sampling.
+        dialogue: the completion's environment; None without one.
     """
 
     prompt: Prompt
@@ -58,11 +59,11 @@ class WritingTask:
 
 
 class Writing(NamedTuple):
-    """The rules by which texts are written.
+    """Settings of generation.
 
     Attributes:
-        seed: of the run.
-        ends: tokens that end a text.
+        seed: seed of the run.
+        ends: tokens that end a turn.
     """
 
     options: ReinforcementConfig
@@ -70,7 +71,7 @@ class Writing(NamedTuple):
     ends: frozenset[int]
 
     def request(self, task: WritingTask) -> GenerationRequest:
-        """The request of a text."""
+        """Return the generation request of a task."""
         options = self.options
         sampling = Sampling(
             temperature=options.temperature,
@@ -87,8 +88,8 @@ class Writing(NamedTuple):
 
 
 class EpisodeJob(TextJob):
-    """A text, and the texts that follow answers of an environment. Answers are read as parts of a
-    prompt, after the pages of what is before them."""
+    """Generation job of an episode: the model's turns and, with an environment, its responses. A
+    response is prefilled like a prompt, and attends to the cached pages of all earlier tokens."""
 
     def __init__(
         self, request: GenerationRequest, runner: Runner, tokenizer: Tokenizer, task: WritingTask
@@ -121,7 +122,7 @@ class EpisodeJob(TextJob):
         self._log_probs += [log_prob] * len(tokens)
 
     def _answered(self, dialogue: Dialogue) -> bool:
-        """True if the episode continues after what the environment answered."""
+        """Append the environment's response. Return whether the episode continues."""
         stopping = self.request.stopping
         room = stopping.max_new_tokens - len(self._new)
         answer = dialogue.answered(self._texts[-1], room - 1) if self.ended else None
@@ -130,7 +131,7 @@ class EpisodeJob(TextJob):
         if not 0 < len(answer) < room:
             self.ended = False
             return False
-        # The last token that was drawn is read with the answer.
+        # The last sampled token is prefilled together with the response.
         self._computed = len(self.prompt) + len(self._new) - 1
         self._add(answer, False)
         self._turn, self._table = len(self._new), ()
@@ -141,14 +142,13 @@ class EpisodeJob(TextJob):
         return True
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without the tokens that end it and ids that the tokenizer
-        lacks."""
+        """Detokenize, leaving out end tokens and ids that are not in the tokenizer's vocabulary."""
         ends = self.request.stopping.tokens
         known = [t for t in tokens if t not in ends and t < self._tokenizer.vocab_size]
         return self._tokenizer.detokenize(known)
 
     def episode(self) -> Episode:
-        """The episode, once it has ended."""
+        """Return the episode, once the job has ended."""
         dialogue = self.task.dialogue
         return Episode(
             self.task.prompt,
@@ -163,8 +163,8 @@ class EpisodeJob(TextJob):
 
 
 class EpisodeEngine(GenerationEngine):
-    """Generates :class:`EpisodeJob` of one temperature. Probabilities are computed for all texts of
-    a step together."""
+    """Generation engine for :class:`EpisodeJob` with one temperature for all jobs. It computes the
+    probabilities of all jobs of a step together."""
 
     def before_taking(self, takers: Sequence[Sequence[Job]], logits_RV: Tensor) -> None:
         """See :class:`GenerationEngine`."""
@@ -181,9 +181,9 @@ class EpisodeEngine(GenerationEngine):
 def write(
     runner: PagedRunner, tokenizer: Tokenizer, tasks: Sequence[WritingTask], writing: Writing
 ) -> Mapping[int, Episode]:
-    """The episodes of tasks, by their places among these, on the main rank of a replica; empty on
-    the others, which compute its steps. All texts are one continuous batch, those after one prompt
-    compute it once."""
+    """Generate the episodes of tasks with continuous batching; prompts shared by several
+    completions are computed once. Collective: every rank of a replica must call it. Return the
+    episodes by index in ``tasks`` on the main rank, and an empty dictionary on the others."""
     if not runner.main:
         runner.follow()
         return {}

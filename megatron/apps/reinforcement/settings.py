@@ -1,4 +1,5 @@
-"""The flags of a run, completed by the defaults of an algorithm's paper, and checked."""
+"""Resolution of the reinforcement learning flags, with the defaults of each algorithm's paper, and
+checks of their values."""
 
 from __future__ import annotations
 
@@ -57,30 +58,30 @@ PAPERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "distill": ("arXiv:2306.13649", {"num_generations": 1, "scale_rewards": "none"}),
 }  # fmt: skip
-"""The source of each algorithm, and its values where they differ from the defaults."""
+"""Source of each algorithm, and its values where they differ from ``_GROUPED``."""
 
 _OF_SOME: Mapping[str, tuple[str, ...]] = {
     "gamma": ("ppo", "reinforce++"),
     **dict.fromkeys(("lam", "vf_coef", "cliprange_value"), ("ppo",)),
     "jsd_beta": ("distill",),
 }
-"""Flags of some algorithms."""
+"""Flags that only these algorithms use."""
 _OF_POLICY = (
     "epsilon", "epsilon_high", "delta", "importance_sampling_level", "kl_in", "kl_estimator",
     "use_bias_correction_kl", "entropy_coef", "off_policy_mask_threshold",
     "importance_sampling_correction", "scale_rewards",
 )  # fmt: skip
-"""Flags that losses of pairs and of a teacher do not depend on."""
+"""Flags of the policy losses, which online-dpo and distill do not use."""
 _OF_REWARDS = (
     "reward_funcs", "reward_weights", "reward_model", "reward_clip_range", "environment",
     "overlong_buffer_len", "missing_eos_penalty", "dynamic_sampling", "beta", "loss_type",
     "rl_curriculum", "sync_ref_model",
 )  # fmt: skip
-"""Flags that nothing depends on where a teacher replaces rewards and reference."""
+"""Flags without effect in distillation, where a teacher replaces rewards and reference model."""
 
 
 def resolved(options: ReinforcementConfig, resolver: ConfigResolver) -> ReinforcementConfig:
-    """The flags, with the algorithm's defaults for those not given."""
+    """Return the options with the algorithm's defaults for values that are not set."""
     if options.rl is None:
         return options
     paper, own = PAPERS[options.rl]
@@ -107,8 +108,8 @@ def resolved(options: ReinforcementConfig, resolver: ConfigResolver) -> Reinforc
 
 
 def check(options: ReinforcementConfig, config: Any, resolver: ConfigResolver) -> None:
-    """Refuse values that contradict each other, the model or the batches. ``config`` is the
-    :class:`~megatron.config.run.RunConfig`. Raises ConfigError."""
+    """Check the options against each other, the model and the batches. ``config`` is the
+    :class:`~megatron.config.run.RunConfig`. Raises ConfigError if values contradict each other."""
     if options.rl is None:
         return
     _check_run(options, config, resolver)
@@ -122,7 +123,8 @@ def check(options: ReinforcementConfig, config: Any, resolver: ConfigResolver) -
 
 
 def _check_run(options: ReinforcementConfig, config: Any, resolver: ConfigResolver) -> None:
-    """Other objectives, and models that write no texts."""
+    """Refuse other objectives in the same run, models that do not generate text, and settings that
+    are incompatible with generation."""
     model, shown = config.model, f"--rl {options.rl}"
     resolver.check(
         model.family == "gpt" and model.head == "lm",
@@ -163,7 +165,7 @@ def _check_run(options: ReinforcementConfig, config: Any, resolver: ConfigResolv
 
 
 def _check_unused(options: ReinforcementConfig, resolver: ConfigResolver) -> None:
-    """Flags of other algorithms."""
+    """Refuse flags that the chosen algorithm does not use."""
     for name, algorithms in _OF_SOME.items():
         if options.rl not in algorithms:
             resolver.check_unused(name, f"--rl {' or '.join(algorithms)}")
@@ -181,7 +183,7 @@ def _check_unused(options: ReinforcementConfig, resolver: ConfigResolver) -> Non
 
 
 def _unused(name: str, needs: str, resolver: ConfigResolver) -> None:
-    """Refuse a value that the user set; the algorithm's own values are exempt."""
+    """Refuse a value set by the user; the algorithm's own defaults are exempt."""
     if not resolver.origins[name].startswith("derived"):
         resolver.check_unused(name, needs)
 
@@ -240,7 +242,7 @@ def _check_loss(options: ReinforcementConfig, resolver: ConfigResolver) -> None:
 
 
 def _check_bounds(options: ReinforcementConfig, resolver: ConfigResolver) -> None:
-    """Check the values that bound ratios and weights, and the values of a reference model."""
+    """Check the bounds on ratios and weights, and the flags of the reference model."""
     refuse = partial(_refuse, options, resolver)
     if options.epsilon is not None and options.loss_type != "cispo":
         refuse(options.epsilon >= 1, "epsilon", "a ratio is above 0; give less than 1")
@@ -308,7 +310,7 @@ def _check_rewards(options: ReinforcementConfig, resolver: ConfigResolver) -> No
 
 
 def _check_batches(options: ReinforcementConfig, config: Any, resolver: ConfigResolver) -> None:
-    """Batches of whole groups; pairs within micro batches."""
+    """Check that batches consist of whole groups, and that micro batches do not split pairs."""
     training, size = config.training, options.num_generations or 1
     sizes = {"global_batch_size": training.global_batch_size}
     if uneven := [n for n in training.batch_sizes[:-1] if n % size]:

@@ -1,4 +1,4 @@
-"""The loop of a run: made of its flags when model and data exist."""
+"""Start of reinforcement learning: build the loop from the flags once model and data exist."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from megatron.training.stopping import TrainingStopped
 from megatron.training.trainer import Callback, Step, Trainer
 
 STATE, CURRICULUM = "reinforcement", "prompt successes"
-"""Names in ``state.json``."""
+"""Keys of the checkpoint's ``state.json``."""
 
 
 class PreparedRewards(Callback):
-    """The rewards of a run, which are checked before its weights are loaded."""
+    """Rewards of a run, created and checked before its weights are loaded."""
 
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
 
 
 def prepare(context: RunContext) -> None:
-    """Start the rewards, and let the samples of a generation come again in each further pass of
-    training over it. Raises ConfigError if a source of rewards cannot be used."""
+    """Create the rewards, and repeat the samples of each generation for every additional training
+    pass over it. Raises ConfigError if a reward source cannot be used."""
     options = context.config.section(ReinforcementConfig)
     context.add(Order.TEACH, PreparedRewards(scorer_of(context) if options.needs_rewards else None))
     passes, data = options.num_iterations or 1, context.data
@@ -51,8 +51,9 @@ def prepare(context: RunContext) -> None:
 
 
 def start_loop(context: RunContext, reference: Any = None) -> ReinforcementLoop:
-    """Let the loop train a run's engine on texts that it writes. Raises ConfigError if the flags
-    require probabilities equal to generation's and the run cannot have them."""
+    """Create the loop that trains a run's engine on its own completions. Raises ConfigError if
+    ``--rl-exact require`` is set and the run's probabilities in training cannot equal those in
+    generation."""
     config, engine, run = context.config, context.engine, context.run
     options = config.section(ReinforcementConfig)
     shapes = _shapes(context, options)
@@ -128,7 +129,7 @@ def start_loop(context: RunContext, reference: Any = None) -> ReinforcementLoop:
 
 
 def _evaluate_rewards(context: RunContext, loop: ReinforcementLoop) -> None:
-    """Let evaluations write texts after held-out prompts, instead of computing losses."""
+    """Make evaluations report the rewards of completions of held-out prompts instead of losses."""
     sets, options = context.data.datasets, loop.options
     if not options.needs_rewards:
         return
@@ -148,12 +149,13 @@ def _evaluate_rewards(context: RunContext, loop: ReinforcementLoop) -> None:
 
 
 def scorer_of(context: RunContext) -> Any:
-    """The rewards of a run."""
+    """Create the rewards of a run."""
     return Rewards.of(context.config, context.run)
 
 
 def _shapes(context: RunContext, options: ReinforcementConfig) -> Shapes:
-    """Return the shapes of micro batches. Every rank must call it."""
+    """Return the rules for the shapes of micro batches. Collective: every rank must call it. Raises
+    ConfigError if ``--rl-exact require`` cannot be satisfied."""
     config, engine = context.config, context.engine
     family = family_of(config.model.family)
     generation = family.generation(config, context.run.tokenizer)
@@ -174,7 +176,7 @@ def _shapes(context: RunContext, options: ReinforcementConfig) -> Shapes:
                 f"--rl-exact require: probabilities of training and generation differ in their "
                 f"last bits, since {reason}; give auto, or another layout"
             )
-        if options.rl != "distill":  # whose loss has no such numbers
+        if options.rl != "distill":  # whose loss does not log this difference
             say(f"rl: training and generation differ in rounding ({reason}); the log says how far")
     data = family.data(config, context.run.tokenizer)
     return Shapes(
@@ -186,8 +188,8 @@ def _shapes(context: RunContext, options: ReinforcementConfig) -> Shapes:
 
 
 class Records(Callback):
-    """Metrics of texts for the log: of the texts that a step trains on, which with
-    ``--rl-staleness`` were generated in the previous step."""
+    """Callback that logs metrics of the completions that a step trains on. With ``--rl-staleness``
+    they were generated in the previous step."""
 
     def __init__(self, context: RunContext, loop: ReinforcementLoop) -> None:
         self._context, self._loop = context, loop
@@ -198,8 +200,9 @@ class Records(Callback):
 
 
 class ExactnessCheck(Callback):
-    """Compares the probabilities from which tokens were sampled with the probabilities in training,
-    at every step whose texts were sampled from its own weights."""
+    """Callback that compares sampling probabilities with training probabilities, at every step
+    whose completions were sampled with the weights that the step starts from. Raises
+    TrainingStopped with ``--rl-exact require`` if they differ, and prints a message otherwise."""
 
     def __init__(self, loop: ReinforcementLoop, promised: bool) -> None:
         self._loop, self._promised = loop, promised

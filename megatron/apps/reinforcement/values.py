@@ -1,7 +1,7 @@
-"""A value head: the rewards that a model expects before each token that it writes.
+"""Value head, which predicts the expected reward before each token of a completion.
 
-Shapes: B texts of a micro batch, S positions of the input, P of them at which counted tokens are
-predicted, H hidden.
+Shapes: B completions of a micro batch, S positions of the input, P positions that predict a target,
+H hidden.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from megatron.parallel.shard import initial
 from megatron.parallel.tensor_parallel import TensorParallel
 
 VALUE_HEAD = "value_head"
-"""Canonical name of the layer."""
+"""Canonical name of the value head's layer."""
 
 
 def with_value_head(spec: ModelSpec, model: ModelConfig, options: ReinforcementConfig) -> ModelSpec:
-    """The model with a value head before its output head."""
+    """Return the model specification with a value head inserted before its output head."""
 
     def layers(tp: TensorParallel) -> list[LayerSpec]:
         *before, head = spec.layers(tp)
@@ -50,8 +50,9 @@ def with_value_head(spec: ModelSpec, model: ModelConfig, options: ReinforcementC
 def load_with_value_head(
     engine: ModelEngine, source: Source, fresh: Collection[str]
 ) -> Source | None:
-    """Load the weights of a checkpoint without a value head, which keeps its initial values, and
-    return the source; None for a checkpoint that has one. Every rank must call it."""
+    """Load a checkpoint without a value head, whose weights keep their initial values, and return
+    the source. Return None, without loading, if the checkpoint has a value head. Collective: every
+    rank must call it."""
     missing = set(engine.names.values()).difference(fresh, source.names())
     added = {name for name in missing if name.startswith(VALUE_HEAD)}
     if not added:
@@ -61,7 +62,8 @@ def load_with_value_head(
 
 
 def check_continued(source: Source) -> None:
-    """Raise CheckpointError if training cannot continue from a checkpoint without a value head."""
+    """Raise CheckpointError if the checkpoint has no value head, so that ppo cannot resume from the
+    checkpoint."""
     if f"{VALUE_HEAD}.weight" not in source.names():
         raise CheckpointError(
             f"{source.folder} was saved without the value head of --rl ppo, and cannot be "
@@ -70,7 +72,7 @@ def check_continued(source: Source) -> None:
 
 
 class ValueHead(WholeLinear):
-    """Return a number for every predicted token; hidden states are unchanged."""
+    """Linear layer that predicts one value per target. It does not change the hidden states."""
 
     only_trained = True
 
@@ -82,8 +84,8 @@ class ValueHead(WholeLinear):
         self.options = options
 
     def forward(self, state: LayerState) -> LayerState:  # type: ignore[override]
-        """Values of the targets in ``pooled``, [B, P], or, of texts with returns, their loss;
-        nothing without targets."""
+        """Store the values of the targets in ``pooled``, [B, P], or add the value loss if the batch
+        has returns. Do nothing without targets."""
         if state.targets is None:
             return state
         x_BPH, targets = state.targets.taken(state.hidden, self.tp)

@@ -1,1 +1,2 @@
-"""Retrieval: from a corpus to the neighbours of a Retro's samples, and what else looks them up."""
+"""Retrieval (Retro): preprocess a corpus, find the neighbours of training samples, and evaluate and
+generate with them."""

@@ -1,4 +1,5 @@
-"""Work in blocks: a file for each, which appears whole, over all processes of a run."""
+"""Work in blocks that are distributed over all processes of a run. Each block is written to a
+separate file, atomically, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileBlock:
-    """The items ``start`` to ``stop`` - 1 of a stage, and its output file. ``advance`` is called
-    with the number of items just completed, for progress within a block."""
+    """Items ``start`` to ``stop`` - 1 of a stage, and their output file. ``advance`` is called with
+    the number of items just completed, to show progress within the block."""
 
     start: int
     stop: int
@@ -47,8 +48,8 @@ class FileBlock:
 
 
 def blocks_of(folder: Path, count: int, size: int, first: int = 0) -> list[FileBlock]:
-    """The blocks of the items ``first`` to ``count`` - 1, ``size`` each, as files START-END.hdf5
-    whose numbers have as many digits as upstream writes: ceil(log10(count)) + 1."""
+    """Return blocks of ``size`` items for the items ``first`` to ``count`` - 1. Their files are
+    named START-END.hdf5, with as many digits as upstream uses: ceil(log10(count)) + 1."""
     digits = (len(str(count - 1)) if count > 1 else 0) + 1
     return [
         FileBlock(start, stop, folder / f"{start:0{digits}d}-{stop:0{digits}d}.hdf5")
@@ -58,8 +59,8 @@ def blocks_of(folder: Path, count: int, size: int, first: int = 0) -> list[FileB
 
 
 def begin_blocks(folder: Path, made_of: dict[str, Any]) -> None:
-    """Makes a folder of blocks that depend on some values; the blocks of other values, which an
-    earlier run left there, are deleted. To be called by one process."""
+    """Create a folder for blocks that depend on the values in ``made_of``. Existing blocks that an
+    earlier run computed from other values are deleted. Must be called by only one process."""
     path, content = folder / "made_of.json", json_bytes(made_of)
     if not path.is_file() or path.read_bytes() != content:
         shutil.rmtree(folder, ignore_errors=True)
@@ -68,8 +69,8 @@ def begin_blocks(folder: Path, made_of: dict[str, Any]) -> None:
 
 
 def connected(settings: Settings, processes: int) -> AbstractContextManager[object]:
-    """The processes of a run, which wait for the slowest one, by default for days. They only
-    exchange that they have finished, so gloo suffices on GPUs too."""
+    """Return a context that connects the processes of a run. The default timeout is days, since all
+    wait for the slowest. They only synchronize, so gloo suffices on GPUs too."""
     if processes == 1:
         return nullcontext()
     minutes = settings.get("distributed_timeout_minutes", Setting(_WAITING_MINUTES, "default"))
@@ -85,7 +86,7 @@ def connected(settings: Settings, processes: int) -> AbstractContextManager[obje
 
 
 def barrier() -> None:
-    """Waits for all processes of the run."""
+    """Wait for all processes of the run."""
     if world_size() > 1:
         import torch.distributed as dist
 
@@ -107,16 +108,17 @@ def run_blocks(
     unit: str = " chunks",
     validate: float | None = None,
 ) -> None:
-    """Writes the files of the blocks that have none, with the arrays of ``make`` by name: each
-    process makes its share, and returns when all have. With ``validate`` it makes that share of the
-    files again instead, and compares. ``what`` (the stage) and ``unit`` (of a block) are for
-    messages. ValueError if a file differs or cannot be read, OSError if it cannot be written."""
+    """Compute the blocks whose files do not exist yet, and write the named arrays that ``make``
+    returns. With ``validate``, recompute that fraction of the existing files and compare them
+    instead. Collective: the processes share the blocks, and all return when all blocks are done.
+    ``what`` (the stage) and ``unit`` (of an item) appear in messages. Raises ValueError if a file
+    differs or cannot be read, and OSError if a file cannot be written."""
     for folder in {block.path.parent for block in blocks}:
         folder.mkdir(parents=True, exist_ok=True)
     if validate is not None:
         _validate(blocks, make, what, unit, validate)
         return
-    barrier()  # no process writes while others look
+    barrier()  # no process may write while another still lists the files
     missing = [block for block in blocks if not _finished(block)]
     barrier()
     finished = len(blocks) - len(missing)
@@ -126,14 +128,14 @@ def run_blocks(
         arrays = make(block)
         with naming_full_disks(block.path, what):
             write_arrays(block.path, arrays)
-        del arrays  # only one block's are in memory
+        del arrays  # keep only one block's arrays in memory
     barrier()
 
 
 @contextmanager
 def naming_full_disks(path: Path, what: str) -> Iterator[None]:
-    """Re-raise an OSError about a file of a stage or project that cannot be written, with advice
-    unless it already has some."""
+    """Add advice for the user to an OSError about a file that cannot be written. Errors that
+    already contain advice, or that report a missing file, are re-raised unchanged."""
     try:
         yield
     except OSError as error:
@@ -147,7 +149,7 @@ def naming_full_disks(path: Path, what: str) -> Iterator[None]:
 
 
 def _finished(block: FileBlock) -> bool:
-    """True if a block's file exists; a damaged one is deleted."""
+    """Return whether a block's file exists and is intact. A damaged file is deleted."""
     if not block.path.exists():
         return False
     try:
@@ -182,7 +184,7 @@ def _validate(
 
 
 def check_equal(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Compares the arrays of a file with others, bit for bit. ValueError if they differ."""
+    """Compare a file with the arrays bit for bit. Raises ValueError if they differ."""
     names = array_shapes(path).keys()
     for name in sorted(names ^ arrays.keys()):
         raise differing(path, name)
@@ -194,7 +196,7 @@ def check_equal(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def differing(path: Path, name: str) -> ValueError:
-    """The error of an array that is not what a stage computes."""
+    """Return the error for a stored array that differs from the computed one."""
     return ValueError(
         f"{path}: {name} is not what this run computes: the file is damaged, or was made of other "
         "data or by another version; delete it, and run the task without --retro-task-validate"
@@ -202,7 +204,8 @@ def differing(path: Path, name: str) -> ValueError:
 
 
 def _progress(blocks: Sequence[FileBlock], what: str, unit: str) -> Iterator[FileBlock]:
-    """The blocks, with rate and time left: a bar on a terminal, else a line at intervals."""
+    """Yield the blocks, and show rate and remaining time: a bar on terminals, otherwise lines at
+    intervals."""
     total, done = sum(map(len, blocks)), 0
     begin = said = time.monotonic()
     with progress_bar(what, total=total, unit=unit) as bar:

@@ -1,4 +1,4 @@
-"""The command line of ``tools/retro/preprocess_data.py``: the stages that a project is made in."""
+"""Command line of ``tools/retro/preprocess_data.py``, which runs the stages of a project."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ STAGES: dict[str, Callable[[Preprocessing], None]] = {
     "index-add": add_to_index,
     "query-neighbors": query_neighbors,
 }
-"""The stages in their order."""
+"""Stages by name, in the order in which they must run."""
 GROUPS = {"build": tuple(STAGES), "index-build": ("index-train", "index-add")}
 _SPELLINGS = {
     "query-pretraining-neighbors": "query-neighbors",
     "pretraining-query-neighbors": "query-neighbors",
 }
-"""Other names of tasks: of 2023, and a slip in its documentation."""
+"""Alternative task names: those of 2023, and a misspelling in upstream's documentation."""
 
 
 def run_preprocessing(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Runs the tasks of a command line. ValueError or OSError, naming flag or file, if one cannot
-    be used."""
+    """Run the tasks that the command line selects. Raises ValueError or OSError, naming the flag or
+    file, if a flag or file cannot be used."""
     show_log()
     settings = RunToolParser(RetroPreprocessConfig, description).settings(argv)
     ConfigResolver((RetroPreprocessConfig,), settings)
     stages = stages_of(build(RetroPreprocessConfig, settings).retro_tasks)
-    needed_h5py()  # not after hours of work
+    needed_h5py()  # fail now, not after hours of work
     processes = start_processes(settings, argv)
     with connected(settings, processes), ExitStack() as locks:
         work = configured(settings, locks)
@@ -49,7 +49,7 @@ def run_preprocessing(description: str | None, argv: Sequence[str] | None = None
 
 
 def stages_of(tasks: str) -> list[str]:
-    """The stages of ``--retro-tasks``, in the order given. ConfigError if one is unknown."""
+    """Return the stages of ``--retro-tasks``, in order. Raises ConfigError for unknown tasks."""
     stages: list[str] = []
     for task in tasks.split(","):
         name = _SPELLINGS.get(task.strip(), task.strip())

@@ -1,10 +1,10 @@
-"""The stage db-build: the chunks of the training documents, in upstream's files in ``db/``.
+"""The stage db-build: split the training documents into chunks, in upstream's files in ``db/``.
 
-``individual/NAME/START-END.hdf5`` has the chunks of a block of documents of a dataset. Of all
-datasets ``merged/train.hdf5`` has the chunks of the training documents, whose numbers are those of
-neighbours; ``merged/sampled.hdf5`` the first of each dataset, which the index learns from;
-``merged/valid.hdf5`` those of the documents that follow. ``indexed_dataset_infos.json`` lists the
-datasets.
+``individual/NAME/START-END.hdf5`` contains the chunks of a block of documents of one dataset. Three
+files cover all datasets. ``merged/train.hdf5`` contains the chunks of the training documents; their
+row numbers identify neighbours. ``merged/sampled.hdf5`` contains the first of these chunks of each
+dataset, on which the index is trained. ``merged/valid.hdf5`` contains the chunks of the documents
+after the training documents. ``indexed_dataset_infos.json`` lists the datasets.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.apps.retro.blocks import (
     FileBlock,
     barrier,
@@ -31,8 +32,7 @@ from megatron.apps.retro.index.notation import training_chunks
 from megatron.apps.retro.preprocessing import Preprocessing
 from megatron.config import ConfigError
 from megatron.data.build import Portion
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.indexed.dataset import best_dtype, idx_path
+from megatron.data.indexed import IndexedDataset, best_dtype, idx_path
 from megatron.data.samples import Documents
 from megatron.data.sources import INDEXED
 from megatron.families import family_of
@@ -44,13 +44,13 @@ from megatron.util.progress import progress_bar, say
 
 _STAGE = "db-build"
 _CHUNKS, _EMPTY, _OFFSETS = "chunks_valid", "chunks_invalid", "doc_offsets"
-"""Arrays of a block: its chunks, uint32 [n, 4] of document, start, end and the embedder's length;
-those without text for the embedder; and of each document its number and the chunks up to its end,
-uint64 [d, 2]."""
+"""Arrays of a block: its chunks, uint32 [n, 4] of document, start, end and length in the embedder's
+tokens; the chunks without text for the embedder; and for each document its number and the count of
+chunks up to its end, uint64 [d, 2]."""
 _CHUNKS_AT_ONCE = 4096
-"""Number of chunks whose text is in memory."""
+"""Number of chunks whose text is in memory at a time."""
 Info = dict[str, Any]
-"""The entry of a dataset in the list."""
+"""Entry of a dataset in the list of datasets."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,12 @@ class Dataset:
     """A file of the training data.
 
     Attributes:
-        prefix: of the indexed files: those that a flag named, or the project's copy of other ones.
-        source: the name in the flag.
-        weight: in the blend of the training data.
+        prefix: path prefix of the indexed files: those given by a flag, or the project's copy of
+            data in another format.
+        source: the data's name in the flag.
+        weight: weight in the blend of the training data.
         trained: numbers of the training documents.
-        blocks: of these documents and those that follow them.
+        blocks: blocks of the training documents and of the documents after them.
     """
 
     number: int
@@ -77,12 +78,13 @@ class Dataset:
 
 
 _MERGED = {"train": ("chunks", _OFFSETS), "sampled": ("chunks",), "valid": ("chunks",)}
-"""The merged files and their arrays; a dataset has n_chunks_NAME chunks in each."""
+"""Arrays of each merged file FILE. Each dataset's entry n_chunks_FILE is its number of chunks
+there."""
 
 
 def build_database(work: Preprocessing) -> None:
-    """Writes the database of a project, or validates it. ValueError or OSError if the data cannot
-    be used, or files differ."""
+    """Write a project's database, or validate an existing one. Collective: every process must call
+    it. Raises ValueError or OSError if the data cannot be used, or if files differ."""
     datasets = _datasets(work)
     validate = work.config.retro_task_validate
     _begin(work, datasets)
@@ -99,8 +101,8 @@ def build_database(work: Preprocessing) -> None:
 
 
 def _datasets(work: Preprocessing) -> list[Dataset]:
-    """The datasets of a project, in the order of its data. Data that are not indexed files are
-    copied into the project, tokenized."""
+    """Return a project's datasets, in the order of its data. Data in other formats are tokenized
+    and copied into the project as indexed files."""
     run, project = work.run, work.project
     datasets: list[Dataset] = []
     portions = family_of("gpt").data(run.config, run.tokenizer).training_portions()
@@ -125,8 +127,8 @@ def _datasets(work: Preprocessing) -> list[Dataset]:
 
 
 def _copied(portion: Portion, prefix: str, work: Preprocessing) -> IndexedDataset:
-    """Return an indexed copy of other data, sequence by sequence. Raises ConfigError if an earlier
-    copy has other text."""
+    """Return an indexed copy of data in another format, with one document per text. Raises
+    ConfigError if an earlier copy has different text."""
     if is_main_process() and not idx_path(prefix).exists():
         tokenizer, documents = work.tokenizer, portion.documents
         mark = mark_of(tokenizer, work.run.config.tokenizer.tokenizer_type)
@@ -150,13 +152,13 @@ def _copied(portion: Portion, prefix: str, work: Preprocessing) -> IndexedDatase
 
 
 def _begin(work: Preprocessing, datasets: Sequence[Dataset]) -> None:
-    """Check that blocks and database of earlier runs belong to these datasets. Raises ConfigError
-    if a finished database does not."""
+    """Check that blocks and database of earlier runs belong to these datasets. Outdated blocks are
+    deleted. Raises ConfigError if a finished database does not match."""
     finished = work.project.datasets_file.exists()
     if finished:
         for dataset, info in zip(datasets, work.project.dataset_infos(), strict=False):
             work.project.check_unchanged(dataset.documents, info)
-    barrier()  # no process writes while others look
+    barrier()  # no process may write while another still lists the files
     if is_main_process() and not finished and work.config.retro_task_validate is None:
         for dataset in datasets:
             begin_blocks(dataset.folder, dataset_identity(dataset.documents))
@@ -164,8 +166,8 @@ def _begin(work: Preprocessing, datasets: Sequence[Dataset]) -> None:
 
 
 def _chunks(work: Preprocessing, documents: Documents, block: FileBlock) -> dict[str, np.ndarray]:
-    """The arrays of a block of documents: pieces of the chunk length from the beginning of each,
-    without an end-of-document token at its end."""
+    """Return the arrays of a block of documents. Each document is divided into pieces of the chunk
+    length, starting at its beginning. An end-of-document token at its end is left out."""
     length, eod = work.project.chunk_length, work.tokenizer.eod
     rows: list[tuple[int, int, int]] = []
     tokens: list[np.ndarray] = []
@@ -197,8 +199,9 @@ def _chunks(work: Preprocessing, documents: Documents, block: FileBlock) -> dict
 
 
 def _merge(work: Preprocessing, datasets: list[Dataset], compare: bool) -> None:
-    """Writes the merged files and the list of datasets, or with ``compare`` compares them bit for
-    bit. ValueError if they differ, or there are no chunks; OSError if they cannot be written."""
+    """Write the merged files and the list of datasets, or with ``compare`` compare them bit for
+    bit. Raises ValueError if they differ or if there are no chunks, and OSError if writing
+    fails."""
     infos = [_counted(dataset, work) for dataset in datasets]
     total = sum(info["n_chunks_train"] for info in infos)
     if not total:
@@ -208,7 +211,7 @@ def _merge(work: Preprocessing, datasets: list[Dataset], compare: bool) -> None:
         )
     if (
         max(total, *(dataset.trained.stop for dataset in datasets)) >= 2**32
-    ):  # of the format's numbers
+    ):  # the files store 32-bit numbers
         raise ConfigError(f"{total} chunks: chunks and documents must be fewer than 2**32")
     for info, sampled in zip(infos, _sampled(work, datasets, total), strict=True):
         info["n_chunks_sampled"] = min(sampled, info["n_chunks_train"])
@@ -224,15 +227,16 @@ def _merge(work: Preprocessing, datasets: list[Dataset], compare: bool) -> None:
     if compare:
         return
     with naming_full_disks(work.project.datasets_file, _STAGE):
-        write_json(work.project.datasets_file, infos)  # last: with it the database is complete
+        # written last, because it marks the database as complete
+        write_json(work.project.datasets_file, infos)
     documents = sum(info["n_docs_train"] for info in infos)
     empty = sum(info["n_chunks_invalid"] for info in infos)
     say(f"{_STAGE}: {total:,} chunks of {documents:,} documents; {empty:,} without text left out")
 
 
 def _sampled(work: Preprocessing, datasets: list[Dataset], total: int) -> list[int]:
-    """Chunks of each dataset that an index learns from: by its weight, as the flag says, or as
-    before."""
+    """Return the number of training chunks for the index from each dataset, in proportion to the
+    dataset's weight. Without ``--retro-index-ntrain``, an existing database keeps its numbers."""
     if work.config.retro_index_ntrain is None and work.project.datasets_file.exists():
         return [info["n_chunks_sampled"] for info in work.project.dataset_infos()]
     learned = training_chunks(work.config, total, work.embedder.width)
@@ -240,7 +244,7 @@ def _sampled(work: Preprocessing, datasets: list[Dataset], total: int) -> list[i
 
 
 def _counted(dataset: Dataset, work: Preprocessing) -> Info:
-    """The entry of a dataset, without the chunks that an index learns from."""
+    """Return a dataset's list entry, except its count of sampled chunks."""
     chunks = trained = empty = 0
     for block in dataset.blocks:
         shapes = array_shapes(block.path)
@@ -263,8 +267,8 @@ def _counted(dataset: Dataset, work: Preprocessing) -> Info:
 
 
 def _rows(dataset: Dataset, block: FileBlock, trained: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The chunks of a block's documents that are for training, or of the others, and the offsets of
-    the former."""
+    """Return the chunks of a block's training documents, or of its other documents if ``trained``
+    is False. Also return the offsets of the training documents."""
     chunks, offsets = read_array(block.path, _CHUNKS), read_array(block.path, _OFFSETS)
     stop = np.searchsorted(chunks[:, 0], dataset.trained.stop)
     last = np.searchsorted(offsets[:, 0], dataset.trained.stop)
@@ -274,8 +278,8 @@ def _rows(dataset: Dataset, block: FileBlock, trained: bool) -> tuple[np.ndarray
 def _merged_rows(
     datasets: list[Dataset], infos: list[Info], file: str
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The rows of a merged file, block by block, each with the number of its dataset in front:
-    chunks, uint32 [n, 5], and offsets, uint64 [d, 3]."""
+    """Yield the rows of a merged file block by block, with the dataset's number as the first
+    column: chunks, uint32 [n, 5], and offsets, uint64 [d, 3]."""
     written = 0
     for dataset, info in zip(datasets, infos, strict=True):
         left = info[f"n_chunks_{file}"]
@@ -307,7 +311,7 @@ def _write(path: Path, datasets: list[Dataset], infos: list[Info], file: str) ->
 
 
 def _compare(path: Path, datasets: list[Dataset], infos: list[Info], file: str) -> None:
-    """ValueError if a merged file is not what the blocks make."""
+    """Compare a merged file with the blocks. Raises ValueError if they differ."""
     stored = {name: read_array(path, name) for name in _MERGED[file]}
     done = dict.fromkeys(stored, 0)
     for arrays in _merged_rows(datasets, infos, file):

@@ -1,4 +1,5 @@
-"""``tools/retro/evaluate.py``: perplexity with and without neighbours, and on which chunks."""
+"""``tools/retro/evaluate.py``: perplexity with and without neighbours, and as a function of overlap
+with neighbours."""
 
 from __future__ import annotations
 
@@ -44,41 +45,41 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import move_to, progress_bar, say
 
 _SHARES = tuple(n / 8 for n in range(9))
-"""Shares of chunks that are in their neighbours."""
+"""Upper limits on the fraction of a chunk that also occurs in its neighbours."""
 _RETRIEVED = 2
-"""Chunks of text of a neighbour that are compared, whatever a model reads: with its continuation,
-as in the paper."""
+"""Number of chunks of text per neighbour that are used to measure overlap, whatever the model
+reads: the neighbour and its continuation, as in the paper."""
 Details = Mapping[str, Any]
-"""Numbers of a model by dataset and by share, as JSON (:func:`_details`)."""
+"""Results of a model by dataset and by overlap, as JSON values (:func:`_details`)."""
 
 
 @dataclass(frozen=True)
 class RetrievalEvaluationConfig:
-    """Evaluation of retrieval."""
+    """Evaluation of a model with and without retrieval."""
 
     retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
     """Folder of the project with the samples and their neighbours."""
     part: str = option("valid", choices=PARTS)
-    """Samples that are read: training, validation or test."""
+    """Split to evaluate: training, validation or test samples."""
     samples: int | None = option(None, derived="all that have neighbours", bounds=POSITIVE)
-    """How many of them, from the first on."""
+    """Number of samples to evaluate, starting with the first."""
     neighbors: str | None = option(None, derived="own,none,shuffled; of a GPT none")
-    """What is read next to each chunk, with commas between several: its own neighbours; none,
-    without attending to any; or shuffled ones, those of another chunk."""
+    """Neighbours that the model reads, separated by commas: own (those of the chunk), none (without
+    retrieval), shuffled (those of another chunk)."""
     leakage_neighbors: int = option(10, bounds=POSITIVE)
-    """Nearest neighbours with which a chunk is compared, to measure their overlap."""
+    """Number of nearest neighbours to compare a chunk with when measuring overlap."""
     compare: tuple[str, ...] = option(())
-    """NAME=FILE ...: results of other models on the same samples (--output), for table and
-    figure."""
+    """Results of other models on the same samples to include in the tables and figure, as NAME=FILE
+    ... with files that --output wrote."""
     output: str | None = option(None)
-    """JSON file for the results."""
+    """JSON file to write the results to."""
     figure: str | None = option(None)
-    """PNG file for curves over the share of chunks that is in their neighbours."""
+    """PNG file for curves over the fraction of a chunk that also occurs in its neighbours."""
 
 
 def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Evaluate as a command line asks, on all ranks of its layout. Raises ValueError or OSError,
-    naming the flag, file or checkpoint that cannot be used."""
+    """Run the evaluation that the command line describes, on all ranks of its layout. Raises
+    ValueError or OSError, naming the flag, file or checkpoint, if one cannot be used."""
     options, settings = RunToolParser(RetrievalEvaluationConfig, description).parse(argv)
     if options.retro_project_dir is None:
         raise ConfigError("missing --retro-project-dir: the folder of the samples' neighbours")
@@ -111,8 +112,8 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
 
 
 def _kinds_of_neighbors(given: str | None, model: ModelConfig) -> list[Neighbors]:
-    """The kinds of neighbours of the flag. ConfigError if one is unknown, or the model reads
-    none."""
+    """Return the kinds of neighbours that the flag lists. Raises ConfigError if a kind is unknown,
+    or if the model does not use retrieval."""
     reads = model.part(RetrievalConfig).retro_add_retriever
     if given is None:
         return list(NEIGHBORS) if reads else ["none"]
@@ -139,8 +140,8 @@ def _check_length(model: ModelConfig, project: RetroProject) -> None:
 
 
 def _evaluated_text(project: RetroProject, run: Run, part: str, most: int | None) -> EvaluatedText:
-    """The samples of a part and their neighbours, ``most`` of them at most. ValueError or OSError
-    if files are missing or cannot be read."""
+    """Return the samples of a split, at most ``most``, and their neighbours. Raises ValueError or
+    OSError if files are missing or cannot be read."""
     table, samples = project.neighbors(part), gpt_samples(run).get(part)
     if samples is None:
         raise ConfigError(f"{project.config_file} has no samples for --part {part}")
@@ -151,7 +152,7 @@ def _evaluated_text(project: RetroProject, run: Run, part: str, most: int | None
 
 
 def check_kept(text: EvaluatedText, model: ModelConfig, project: RetroProject) -> None:
-    """Raise ConfigError if the files have fewer neighbours of a chunk than a model reads."""
+    """Raise ConfigError if the files contain fewer neighbours per chunk than the model reads."""
     kept, read = text.numbers_ILQ.shape[-1], model.part(RetrievalConfig).retro_num_neighbors
     if kept < read:
         raise ConfigError(
@@ -187,7 +188,7 @@ def _measured(
 
 
 def token_lengths(token_bytes: Sequence[bytes], special: frozenset[int]) -> npt.NDArray[np.int64]:
-    """Bytes of text of every token of a vocabulary, [V]; special ones have none."""
+    """Return the text bytes of each token of a vocabulary, [V]. Special tokens have 0."""
     return np.array(
         [0 if token in special else len(each) for token, each in enumerate(token_bytes)], np.int64
     )
@@ -196,7 +197,8 @@ def token_lengths(token_bytes: Sequence[bytes], special: frozenset[int]) -> npt.
 def _details(
     text: EvaluatedText, overlap_N: npt.NDArray[np.float64], scores: ChunkScores
 ) -> dict[str, Any]:
-    """JSON of one model's numbers by dataset and by share; null where there are no chunks."""
+    """Return a model's results by dataset and by overlap, as JSON values; null where there are no
+    chunks."""
 
     def by_share(masks: Sequence[npt.NDArray[np.bool_]], metric: str) -> dict[str, Any]:
         values = [getattr(scores.part(mask_N), metric) for mask_N in masks]
@@ -222,7 +224,7 @@ def _counts(masks: Sequence[npt.NDArray[np.bool_]]) -> list[int]:
 
 
 def _report(models: Mapping[str, Details], new: Mapping[str, Details], figure: str | None) -> None:
-    """Prints the tables of all models, and this evaluation's by dataset, and draws curves."""
+    """Print tables of all models and of the new results by dataset, and draw the curves."""
     datasets = next(iter(new.values()))["datasets"]
     if len(datasets) > 1:
         rows = [("dataset", "tokens", *new)]
@@ -248,7 +250,7 @@ def _report(models: Mapping[str, Details], new: Mapping[str, Details], figure: s
 
 
 def _overlap_table(models: Mapping[str, Details], what: str) -> str:
-    """A line for each share, a column for each model."""
+    """Return a table with a row for each overlap limit and a column for each model."""
     first = next(iter(models.values()))[what]
     rows = [("share", "chunks", *models)]
     for place, (share, chunks) in enumerate(zip(first["shares"], first["chunks"], strict=True)):
@@ -281,7 +283,8 @@ def _check_same_chunks(
 
 
 def _others(flags: Sequence[str]) -> dict[str, Details]:
-    """Return the numbers that ``--compare`` names, by model name and by what the model reads."""
+    """Return the results in the files of ``--compare``, by model name and, if a file has several
+    results, by kind of neighbours."""
     others: dict[str, Details] = {}
     for flag in flags:
         name, equals, path = flag.partition("=")

@@ -1,4 +1,4 @@
-"""Generation with retrieval: the neighbours of a text's chunks are fetched as it grows.
+"""Generation with retrieval: the neighbours of a text's chunks are fetched while the text grows.
 
 Shape suffixes: N chunks of text, M tokens of a chunk, K neighbours of a chunk, R tokens of a
 neighbour with its continuation.
@@ -27,21 +27,20 @@ from megatron.features.retro.neighbors import NeighborSpec
 from megatron.features.retro.samples import neighbor_texts
 
 _REMEMBERED = 1 << 16
-"""Chunks whose neighbours are not searched for again."""
+"""Number of chunks whose neighbours are cached."""
 Search = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.int64]]
-""":meth:`megatron.apps.retro.query.Retriever.neighbors`."""
+"""Function with the interface of :meth:`megatron.apps.retro.query.Retriever.neighbors`."""
 
 
 class ChunkNeighbors:
-    """The neighbours of chunks of any text, each searched for once."""
+    """Cache of text chunks' neighbours, so that each chunk is searched for only once."""
 
     def __init__(self, search: Search, database: ChunkDatabase, spec: NeighborSpec) -> None:
         self._search, self.database, self.spec = search, database, spec
         self._known: OrderedDict[bytes, npt.NDArray[np.int64]] = OrderedDict()
 
     def numbers(self, chunks_NM: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Numbers of the neighbours in the database, [N, K], nearest first; -1 where there are
-        fewer."""
+        """Return the neighbours' database numbers, [N, K], nearest first, padded with -1."""
         keys = [chunk_M.tobytes() for chunk_M in chunks_NM]
         new = {key: n for n, key in enumerate(keys) if key not in self._known}
         if new:
@@ -55,12 +54,12 @@ class ChunkNeighbors:
         return np.array(rows, np.int64).reshape(-1, self.spec.neighbors)
 
     def tokens(self, chunks_NM: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens that the model reads of the neighbours, [N, K, R]."""
+        """Return the token ids of the neighbours that the model reads, [N, K, R]."""
         retrieved = self.spec.neighbor_length // self.spec.chunk_length
         return self.database.tokens(self.numbers(chunks_NM), retrieved)
 
     def of_text(self, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Numbers of the neighbours of the whole chunks of a text, [N, K]."""
+        """Return the neighbours' numbers for the complete chunks of a text, [N, K]."""
         length = self.spec.chunk_length
         whole = len(tokens) // length
         chunks_NM = np.array(tokens[: whole * length], np.int64).reshape(whole, length)
@@ -68,9 +67,9 @@ class ChunkNeighbors:
 
 
 class RetrievingRunner:
-    """A runner whose model reads the neighbours of every chunk: they are searched for when the
-    chunk's last token is computed. A page is a chunk. The main rank has it; see
-    `megatron.apps.generation.request.Runner`."""
+    """Runner of a model that reads the neighbours of every chunk. They are searched for when the
+    chunk's last token is computed. A page of the KV cache is one chunk. Only the main rank uses
+    this class; see `megatron.apps.generation.request.Runner`."""
 
     def __init__(self, runner: Runner, neighbors: ChunkNeighbors) -> None:
         assert runner.page_size == neighbors.spec.chunk_length
@@ -102,7 +101,7 @@ class RetrievingRunner:
         self._runner.close()
 
     def _ended(self, part: SequencePart) -> list[int]:
-        """The pages of the chunks that end in a part, whose tokens are noted."""
+        """Record the tokens of a part, and return the pages of the chunks that end in the part."""
         size, end = self.page_size, part.start + len(part.tokens)
         positions = np.arange(part.start, end)
         self._tokens_XM[np.array(part.pages)[positions // size], positions % size] = part.tokens
@@ -112,8 +111,8 @@ class RetrievingRunner:
 def neighbors_read(
     neighbors: ChunkNeighbors, detokenize: Callable[[list[int]], str], tokens: Sequence[int]
 ) -> list[NeighborText]:
-    """The neighbours that a model has read while it wrote a text, prompt included; the last token
-    ends no chunk, since nothing has been computed after it."""
+    """Return the neighbours that a model has read for ``tokens``, a prompt with the generated text.
+    The last token cannot complete a chunk, since nothing has been computed after it."""
     spec = neighbors.spec
     numbers_NK = neighbors.of_text(tokens[:-1])
     retrieved = spec.neighbor_length // spec.chunk_length
@@ -123,16 +122,16 @@ def neighbors_read(
 def with_retrieval(
     opened: OpenedRunner, folder: str
 ) -> tuple[RetrievingRunner, Callable[[Sequence[int]], list[NeighborText]]]:
-    """A runner that fetches neighbours from the database of a project, for the main rank, and a
-    function from the tokens of a text to the neighbours that the model has read. ValueError or
-    OSError if the project is not the model's, or lacks a stage."""
+    """Return a runner, for the main rank, that fetches neighbours from a project's database, and a
+    function that returns the neighbours read for a text, given its tokens. Raises ValueError or
+    OSError if the project does not belong to the model, or if a stage is missing."""
     work = existing({"retro_project_dir": Setting(folder, "flag --retro-project-dir")})
     config = opened.run.config
     check_model(config.model, opened.tokenizer, work.project)
     spec = family_of(config.model.family).generation(config, opened.tokenizer).neighbors
     assert spec is not None, "see runner_of"
     retriever = Retriever(work.project, work.embedder, flags=work.config)
-    _ = retriever.index  # a missing stage is reported before anything is generated
+    _ = retriever.index  # report a missing stage before anything is generated
     neighbors = ChunkNeighbors(retriever.neighbors, retriever.database, spec)
     sources = partial(neighbors_read, neighbors, opened.tokenizer.detokenize)
     return RetrievingRunner(opened.runner, neighbors), sources

@@ -1,4 +1,4 @@
-"""Human-readable content of a project: its database, samples and neighbours."""
+"""Inspection of a project: print its database, samples and neighbours as text."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from megatron.run.run import Run
 from megatron.tokenizer import Tokenizer
 
 _RETRIEVED = RetrievalConfig.retro_num_retrieved_chunks
-"""Chunks of text shown for a neighbour: as many as a model reads by default."""
+"""Number of chunks of text to show for each neighbour, as many as a model reads by default."""
 
 
 class RetroInspector:
-    """Reads a project, without a model; for an interactive Python, by the names that Megatron-LM's
-    ``tools.retro.cli`` has. Parts are ``train``, ``valid`` and ``test``; numbers start at 0. Raises
-    ConfigError where a stage is missing, IndexError for a number that does not exist."""
+    """Reader of a project for interactive Python, which needs no model. Methods have the names of
+    Megatron-LM's ``tools.retro.cli``. ``part`` is ``train``, ``valid`` or ``test``; numbers start
+    at 0. Raises ConfigError if a stage is missing, and IndexError if a number is out of range."""
 
     def init(self, folder: str | Path) -> None:
-        """Chooses the project: the folder of tools/retro/preprocess_data.py."""
+        """Open a project: a folder written by tools/retro/preprocess_data.py."""
         self.__dict__.clear()
         self._project = RetroProject(folder)
 
@@ -70,24 +70,24 @@ class RetroInspector:
         return len(self.database)
 
     def get_db_chunk_gpt(self, chunk: int) -> npt.NDArray[np.int64]:
-        """The tokens of a chunk, int64 [m], padded with the end-of-document token."""
+        """Return the tokens of a chunk, int64 [m], padded with the end-of-document token."""
         return self.database.tokens(self._known(chunk))
 
     def get_db_chunk_text(self, chunk: int) -> str:
         return self.tokenizer.detokenize(self.get_db_chunk_gpt(chunk).tolist())
 
     def get_db_chunk_and_continuation_text(self, chunk: int) -> str:
-        """Return the text of a chunk and of its continuation in the document."""
+        """Return the text of a chunk, followed by its continuation in the document."""
         tokens = self.database.tokens(self._known(chunk), _RETRIEVED)
         return self.tokenizer.detokenize(tokens.tolist())
 
     def get_db_chunk_place(self, chunk: int) -> tuple[str, int, int, int]:
-        """Place of a chunk: dataset, document, first token, the one after the last."""
+        """Return the location of a chunk: dataset, document, first token, end token (exclusive)."""
         row = self.database.table[self._known(chunk)].tolist()
         return self.database.sources[row[DATASET]], row[DOCUMENT], row[START], row[STOP]
 
     def get_pt_num_samples(self, part: str) -> int:
-        """Number of samples of a part that have neighbours."""
+        """Return the number of samples of a split that have neighbours."""
         return len(self.get_pt_dataset(part))
 
     def get_pt_num_chunks(self, part: str) -> int:
@@ -107,24 +107,24 @@ class RetroInspector:
         return RetroSamples(text, count, table, self.database, table.kept, _RETRIEVED, True)
 
     def get_pt_sample(self, part: str, sample: int) -> RetroSample:
-        """A sample: its tokens [S + 1], and the tokens of its neighbours [L, kept, 2 m]."""
+        """Return a sample: its tokens [S + 1], and its neighbours' tokens [L, kept, 2 m]."""
         return self.get_pt_dataset(part)[sample]
 
     def get_neighbor_tokens(
         self, sample: int, chunk: int, part: str = "train"
     ) -> npt.NDArray[np.int64]:
-        """The tokens of the neighbours of a chunk of a sample, int64 [kept, 2 m]."""
+        """Return the tokens of a chunk's neighbours, int64 [kept, 2 m]."""
         return self.get_pt_sample(part, sample).neighbors_LKR[self._within(chunk)]
 
     def print_neighbor_texts(self, sample: int, chunk: int, part: str = "train") -> None:
-        """Prints a chunk of a sample and the text of its neighbours."""
+        """Print a chunk of a sample, followed by the text of its neighbours."""
         for line in self.described(sample, chunk, part):
             print(line)
 
     def described(
         self, sample: int, chunk: int, part: str = "train", most: int | None = None
     ) -> Iterator[str]:
-        """The lines that :meth:`print_neighbor_texts` prints; of ``most`` neighbours."""
+        """Yield the lines that :meth:`print_neighbor_texts` prints, at most ``most`` neighbours."""
         samples, length = self.get_pt_dataset(part), self.project.chunk_length
         chunks_1K = samples.chunks(sample)[self._within(chunk)][None, :most]
         text = samples.text[sample][chunk * length : (chunk + 1) * length].tolist()
@@ -138,7 +138,7 @@ class RetroInspector:
             yield from (f"    | {line}" for line in each.text.splitlines())
 
     def summary(self) -> Iterator[str]:
-        """Lines about the whole project."""
+        """Yield the lines of a summary of the project."""
         yield f"{self.project.config_file}:"
         for name, value in self.project.settings.items():
             yield f"    {name}: {json.dumps(value)}"
@@ -167,23 +167,23 @@ class RetroInspector:
 
 @dataclass(frozen=True)
 class InspectRetroConfig:
-    """Parts of a project to show."""
+    """Project, and what to show of it."""
 
     retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
-    """Folder of tools/retro/preprocess_data.py."""
+    """Project folder, written by tools/retro/preprocess_data.py."""
     part: str = option("train", choices=PARTS)
-    """Samples of training, validation or test."""
+    """Split to show: training, validation or test samples."""
     sample: int | None = option(None, bounds=NOT_NEGATIVE)
-    """Sample to show, from 0; by default what the project contains."""
+    """Number of the sample to show, from 0. By default, a summary of the project is shown."""
     chunk: int | None = option(None, bounds=NOT_NEGATIVE, derived="all")
-    """Chunk of the sample, from 0."""
+    """Number of the chunk within the sample, from 0."""
     neighbors: int = option(2, bounds=POSITIVE)
-    """Neighbours of each chunk to show."""
+    """Number of neighbours to show for each chunk."""
 
 
 def run_inspection(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Parses the command line and prints. ValueError or OSError, naming flag or stage, if there is
-    nothing to print."""
+    """Parse the command line and print the requested part of a project. Raises ValueError or
+    OSError, naming the flag or stage, if there is nothing to print."""
     settings = FlagParser(InspectRetroConfig, description=description).settings(argv)
     ConfigResolver((InspectRetroConfig,), settings)
     config, inspector = build(InspectRetroConfig, settings), RetroInspector()

@@ -1,10 +1,11 @@
-"""The perplexity of a Retro with and without its neighbours, chunk by chunk, on any layout; and the
-overlap of chunks with their neighbours: the evaluation of Borgeaud et al. 2022 (arXiv:2112.04426),
-section 2.6.
+"""Perplexity of a Retro with and without its neighbours, chunk by chunk, on any layout, and the
+overlap of chunks with their neighbours. This is the evaluation of Borgeaud et al. 2022
+(arXiv:2112.04426), section 2.6.
 
 Shape suffixes: B micro batch, S sequence, L chunks of a sample, M tokens of a chunk, K neighbours,
-Q neighbours that files have, R tokens of a neighbour with its continuation, N chunks of all
-samples, I samples; P the L chunks of a sample and its last token, which begins another one.
+Q neighbours stored in the files, R tokens of a neighbour with its continuation, N chunks of all
+samples, I samples, P = L + 1: the chunks of a sample and its last token, which begins another
+chunk.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import numpy.typing as npt
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.data.samples import MadeSamples, SampleDataset
+from megatron.data.samples import SampleDataset
 from megatron.engine.train_engine import ModelEngine
-from megatron.features.evaluation.checkpoints import measure_samples
+from megatron.features.evaluation.checkpoints import MadeSamples, measure_samples
+from megatron.features.evaluation.scoring import SCORES, token_scores
 from megatron.features.retro.chunks import ChunkDatabase
 from megatron.features.retro.flags import RetrievalConfig
 from megatron.features.retro.samples import RetroBatch, RetroCollator, RetroSample
@@ -30,17 +32,17 @@ from megatron.model.spec import Measure
 from megatron.training.metrics import perplexity
 
 Neighbors = Literal["own", "none", "shuffled"]
-"""The neighbours that a model reads of each chunk: its own; none, without attending to any; or
-those of another chunk."""
+"""Neighbours that a model reads for each chunk: the chunk's own, none (without retrieval), or those
+of another chunk."""
 NEIGHBORS: tuple[Neighbors, ...] = get_args(Neighbors)
 _CHUNKS_AT_ONCE = 1024
-"""Compared with their neighbours together."""
+"""Number of chunks to compare with their neighbours at a time."""
 
 
 @dataclass(frozen=True)
 class EvaluatedText:
-    """Samples of a GPT, S + 1 tokens each, and the numbers of the neighbours of their chunks in the
-    database, nearest first; -1 where there are fewer."""
+    """Samples of a GPT, S + 1 tokens each, and their chunks' neighbours as numbers in the database,
+    nearest first. Missing neighbours are -1."""
 
     samples: SampleDataset[Any]
     numbers_ILQ: npt.NDArray[np.int64]
@@ -54,9 +56,10 @@ class EvaluatedText:
         return self.database.chunk_length
 
     def shuffled(self, seed: int) -> EvaluatedText:
-        """The same samples, but chunks have other chunks' neighbours."""
+        """Return the same samples with the neighbours exchanged between chunks, so that no chunk
+        keeps its own."""
         numbers_NQ = self.numbers_ILQ.reshape(-1, self.numbers_ILQ.shape[-1])
-        # Nothing stays in place: in a random order each chunk takes the neighbours of the next.
+        # Derange the neighbours: in random order, each chunk gets those of the next.
         order_N = np.random.default_rng(seed).permutation(len(numbers_NQ))
         changed_NQ = np.empty_like(numbers_NQ)
         changed_NQ[order_N] = numbers_NQ[np.roll(order_N, -1)]
@@ -65,40 +68,40 @@ class EvaluatedText:
         )
 
     def tokens(self, sample: int) -> npt.NDArray[np.int64]:
-        """Tokens of a sample, [S + 1]."""
+        """Return the tokens of a sample, [S + 1]."""
         return np.asarray(self.samples[sample], np.int64)
 
     @property
     def datasets_I(self) -> npt.NDArray[np.str_]:
-        """The dataset that each sample is from, as a flag named it."""
+        """Dataset of each sample, by its name in the flag."""
         origins = (self.samples.origin(sample) for sample in range(len(self)))
         return np.array([next(iter(pieces)).source for pieces in origins])
 
     def counts(
         self, count: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
     ) -> npt.NDArray[np.int64]:
-        """Sums over the predicted tokens of every chunk, [I, P], of what a function gives for each
-        token."""
+        """Return, for each chunk, the sum over its predicted tokens of the values that ``count``
+        returns for each token, [I, P]."""
         length, sums = self.chunk_length, []
         for sample in range(len(self)):
             values_T = count(self.tokens(sample))
-            values_T[0] = 0  # nothing is before it
+            values_T[0] = 0  # the first token is not predicted
             values_T = np.pad(values_T, (0, length - 1))
             sums.append(values_T.reshape(-1, length).sum(1))
         return np.array(sums, np.int64)
 
 
 def chunk_log_probs(length: int) -> Measure:
-    """The log-probability of the tokens of every chunk of a sample, [B, P]. The tokens that read a
-    chunk's neighbours, starting with its last token, predict the tokens of the next chunk."""
+    """Return a measure of the log-probability of each chunk's tokens, [B, P]. The positions that
+    read a chunk's neighbours, starting with the chunk's last token, predict the tokens of the next
+    chunk."""
 
     def take(state: LayerState, batch: Any) -> dict[str, Tensor]:
-        assert state.scores is not None
-        # The first token of a sample is in its first chunk, and is not predicted.
-        padded = F.pad(state.scores.log_probs_BP.double(), (1, length - 1))
+        # The first token of a sample belongs to its first chunk, but is not predicted.
+        padded = F.pad(token_scores(state).log_probs_BP.double(), (1, length - 1))
         return {"log_prob": padded.unflatten(1, (-1, length)).sum(2)}
 
-    return Measure(("log_prob",), take, ends="scores", per_sample=True)
+    return Measure(("log_prob",), take, objective=SCORES, per_sample=True)
 
 
 def measure_chunks(
@@ -110,12 +113,13 @@ def measure_chunks(
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> npt.NDArray[np.float64]:
-    """The log-probability of the tokens of every chunk, [I, P]. Every rank must call it.
+    """Return the log-probability of each chunk's tokens, [I, P]. Collective: every rank must call
+    it.
 
     Args:
-        engine: of a Retro, or with ``none`` of a GPT.
-        collate: makes a GPT's batch of its samples.
-        seed: of the order of what is shuffled.
+        engine: engine of a Retro, or of a GPT if ``neighbors`` is "none".
+        collate: function that makes a GPT batch from samples.
+        seed: seed for shuffling the neighbours.
     """
     retrieval = engine.config.model.part(RetrievalConfig)
     if neighbors == "shuffled":
@@ -146,9 +150,10 @@ def measure_chunks(
 
 
 def overlaps(text: EvaluatedText, compared: int, retrieved: int) -> npt.NDArray[np.float64]:
-    """r(C) of every chunk, [I, P]: the longest run in common with the nearest ``compared``
-    neighbours, of ``retrieved`` chunks of text each, over the length of a chunk. The last tokens of
-    samples, which are no chunks, have NaN: no share is as large."""
+    """Return the overlap r(C) of each chunk, [I, P]: the length of the longest run of tokens that
+    it shares with one of its ``compared`` nearest neighbours, divided by the chunk length.
+    ``retrieved`` chunks of text are used of each neighbour. The last token of a sample is not a
+    chunk; its overlap is NaN."""
     length, (samples, chunks, _) = text.chunk_length, text.numbers_ILQ.shape
     shares_IP = np.full((samples, chunks + 1), np.nan)
     per_step = max(1, _CHUNKS_AT_ONCE // chunks)
@@ -167,11 +172,12 @@ def overlaps(text: EvaluatedText, compared: int, retrieved: int) -> npt.NDArray[
 def longest_common(
     chunks_NM: npt.NDArray[np.int64], neighbors_NKR: npt.NDArray[np.int64], eod: int
 ) -> npt.NDArray[np.int64]:
-    """Tokens of the longest run that a chunk has in common with one of its neighbours, [N], from 0
-    to M. The end-of-document token, which short texts are padded with, is in none."""
+    """Return the length of the longest run of tokens that a chunk shares with any of its
+    neighbours, [N], from 0 to M. The end-of-document token, which is used as padding, never
+    counts."""
     longest_N = np.zeros(len(chunks_NM), np.int64)
-    # Of each token of the neighbours the length of the run that ends there and at the chunk's last
-    # token so far.
+    # For each token of the neighbours, the length of the shared run that ends at it and at the
+    # current token of the chunk.
     runs_NKR = np.zeros(neighbors_NKR.shape, np.int16)
     for token_N in chunks_NM.T:
         token_N11 = token_N[:, None, None]
@@ -185,8 +191,7 @@ def longest_common(
 
 @dataclass(frozen=True)
 class ChunkScores:
-    """Return the log-probability of each chunk's tokens, the number of predicted tokens, and the
-    bytes of their text."""
+    """Log-probability of each chunk's tokens, number of predicted tokens, and bytes of text."""
 
     log_prob_N: npt.NDArray[np.float64]
     tokens_N: npt.NDArray[np.int64]
@@ -199,7 +204,7 @@ class ChunkScores:
 
     @property
     def loss(self) -> float:
-        """Nats per token; NaN without tokens."""
+        """Loss in nats per token. NaN if there are no tokens."""
         tokens = int(self.tokens_N.sum())
         return -math.fsum(self.log_prob_N) / tokens if tokens else math.nan
 
@@ -209,7 +214,7 @@ class ChunkScores:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte of text; NaN without text."""
+        """Loss in bits per byte of text. NaN if there is no text."""
         count = int(self.bytes_N.sum())
         return -math.fsum(self.log_prob_N) / math.log(2) / count if count else math.nan
 
@@ -217,15 +222,15 @@ class ChunkScores:
 def scores_of(
     text: EvaluatedText, log_prob_IP: npt.NDArray[np.float64], bytes_V: npt.NDArray[np.int64]
 ) -> ChunkScores:
-    """The scores of every chunk, and of the last token of every sample, N = I x P. ``bytes_V`` are
-    the bytes of each token of the vocabulary."""
+    """Return the scores of every chunk, and of the last token of every sample, N = I x P.
+    ``bytes_V`` contains the number of text bytes of each token of the vocabulary."""
     tokens_IP = text.counts(np.ones_like)
     bytes_IP = text.counts(lambda tokens_T: bytes_V[tokens_T])
     return ChunkScores(log_prob_IP.ravel(), tokens_IP.ravel(), bytes_IP.ravel())
 
 
 def scores_by_dataset(text: EvaluatedText, scores: ChunkScores) -> dict[str, ChunkScores]:
-    """The scores of the samples from each dataset of a blend."""
+    """Return the scores of each dataset's samples, for a blend of datasets."""
     datasets_N = np.repeat(text.datasets_I, len(scores.tokens_N) // len(text))
     return {str(name): scores.part(datasets_N == name) for name in np.unique(datasets_N)}
 
@@ -233,15 +238,16 @@ def scores_by_dataset(text: EvaluatedText, scores: ChunkScores) -> dict[str, Chu
 def filtered(
     overlap_N: npt.NDArray[np.float64], shares: Sequence[float]
 ) -> list[npt.NDArray[np.bool_]]:
-    """The chunks that the paper measures, for each share a those with r(C) <= a; chunks without an
-    r(C) (NaN) are left out."""
+    """Return masks of the chunks that the paper measures: for each share a, chunks with r(C) <= a.
+    Chunks without r(C) (NaN) are left out."""
     return [overlap_N <= share for share in shares]
 
 
 def between(
     overlap_N: npt.NDArray[np.float64], shares: Sequence[float]
 ) -> list[npt.NDArray[np.bool_]]:
-    """The chunks with shares up to each, and above the one before it."""
+    """Return a mask for each share: chunks whose overlap is at most this share and above the
+    previous one."""
     above = (-math.inf, *shares[:-1])
     return [
         (overlap_N > least) & (overlap_N <= most) for least, most in zip(above, shares, strict=True)

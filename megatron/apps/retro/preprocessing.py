@@ -1,6 +1,6 @@
-"""State that the stages of ``tools/retro/preprocess_data.py`` share: a project, whose first stage
-writes its configuration and whose others are compared with it, and the run of a GPT whose samples
-get neighbours."""
+"""State shared by the stages of ``tools/retro/preprocess_data.py``: the project, and the run of a
+GPT whose samples get neighbours. The first stage writes the project's configuration; later stages
+check their flags against it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.config import ConfigError, DataConfig, Setting, Settings, Tokenize
 from megatron.config.data import SOURCE_FIELDS
 from megatron.config.features import kind_classes
 from megatron.config.flags import build, names_of
-from megatron.data.indexed.dataset import idx_path
+from megatron.data.indexed import idx_path
 from megatron.data.sources import PARTS
 from megatron.features.retro.chunks import ChunkDatabase
 from megatron.features.retro.project import (
@@ -41,9 +41,9 @@ from megatron.util.files import Lock, LockTakenError, remove_partial
 from megatron.util.processes import is_main_process
 
 _LOCK = ".lock"
-"""The file that the run has locked that writes to a project."""
+"""Lock file, locked by the run that writes to a project."""
 _EMBEDDER = "retro_embedder"
-"""Name in ``config.json`` of what the vectors depend on."""
+"""Key in ``config.json`` for everything that the embeddings depend on."""
 _ORIGIN = "tools/retro/preprocess_data.py"
 _SMALLEST = {
     "num_layers": 1,
@@ -53,7 +53,7 @@ _SMALLEST = {
     "lr": 1.0,
     "torch_compile": "off",
 }
-"""A model that is never built: only its data are read."""
+"""Smallest possible model. It is never built, because only the data of its run are used."""
 _NEEDED = {
     "seq_length": "tokens of a sample",
     "global_batch_size": "samples of a step of training",
@@ -62,14 +62,15 @@ _NEEDED = {
 _LISTS = frozenset(
     name for name in (*SOURCE_FIELDS, "corpora_file") if name.endswith(("_args_path", "_file"))
 ) | {f"{part}_weighted_split_paths_path" for part in PARTS}
-"""Settings that name a file with the names of data."""
+"""Settings that contain the path of a file that lists data."""
 _CACHES = ("data_cache_path", "object_storage_cache_path")
-"""Flags that no sample depends on."""
+"""Flags that do not affect the samples."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """A project, the flags of its tool, completed by its ``config.json``, and flags of training."""
+    """A project, the preprocessing tool's flags completed from the project's ``config.json``, and
+    the training flags."""
 
     project: RetroProject
     config: RetroPreprocessConfig
@@ -77,22 +78,22 @@ class Preprocessing:
 
     @cached_property
     def run(self) -> Run:
-        """The run of a GPT whose samples get neighbours."""
+        """Run of the GPT whose samples get neighbours."""
         return project_run(self.project, self.settings)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The GPT's."""
+        """Tokenizer of the GPT."""
         return self.run.tokenizer
 
     @cached_property
     def database(self) -> ChunkDatabase:
-        """The chunks of the training documents; errors as of ``RetroProject.database``."""
+        """Chunks of the training documents. Raises the errors of ``RetroProject.database``."""
         return self.project.database(self.tokenizer.eod)
 
     @cached_property
     def embedder(self) -> Embedder:
-        """The embedder of the flags. ConfigError if the project began with another."""
+        """Embedder that the flags describe. Raises ConfigError if the project has another one."""
         embedder = build_embedder(self.config, _settings_of_bert(self.config, self.settings))
         identity = dict(embedder.identity)
         before = self.project.settings.get(_EMBEDDER)
@@ -109,15 +110,15 @@ class Preprocessing:
 
 
 def configured(settings: Settings, locks: ExitStack | None = None) -> Preprocessing:
-    """A project with the flags of its tool, of settings by field name. The first stage writes its
-    ``config.json``; those that follow take from it what the flags leave out. Until ``locks`` are
-    closed, no other run may write to the project. ConfigError if one does, or the flags contradict
-    the configuration."""
+    """Return a project with the tool's flags, given settings by field name. The first stage writes
+    ``config.json``; later stages complete the flags from it. Until ``locks`` is closed, no other
+    run may write to the project. Collective: every process must call it. Raises ConfigError if
+    another run is writing, or if the flags contradict the configuration."""
     if "retro_project_dir" not in settings:
         raise ConfigError("missing --retro-project-dir: the folder of the project")
     folder = Path(settings["retro_project_dir"].value)
     exists = RetroProject.exists(folder)
-    barrier()  # no process writes while others look
+    barrier()  # no process may write while another still checks for the file
     if exists:
         if is_main_process():
             _begin_writing(folder, locks)
@@ -134,15 +135,16 @@ def configured(settings: Settings, locks: ExitStack | None = None) -> Preprocess
                 "folder, or allow writing there"
             ) from error
         _begin_writing(folder, locks)
-        if not RetroProject.exists(folder):  # another run may have made it meanwhile
+        # another run may have created the project in the meantime
+        if not RetroProject.exists(folder):
             write_json(folder / CONFIG_FILE, content)
     barrier()
     return existing(settings, compared=False)
 
 
 def existing(settings: Settings, compared: bool = True) -> Preprocessing:
-    """:func:`configured` for a project that has its ``config.json``, on any process. Without
-    ``compared`` the data that flags name are not checked."""
+    """Return the same as :func:`configured` for an existing project, without locking it. With
+    ``compared`` False, the flags of the GPT's data are not checked against the configuration."""
     project = project_of(settings, settings["retro_project_dir"].value)
     config = build(RetroPreprocessConfig, _completed(settings, project))
     others = _others(settings)
@@ -152,19 +154,19 @@ def existing(settings: Settings, compared: bool = True) -> Preprocessing:
 
 
 def _others(settings: Settings) -> Settings:
-    """The flags of training."""
+    """Return the settings that are training flags."""
     names = {field.name for field in dataclasses.fields(RetroPreprocessConfig)}
     return {name: setting for name, setting in settings.items() if name not in names}
 
 
 def _begin_writing(folder: Path, locks: ExitStack | None) -> None:
-    """Locks a project until ``locks`` are closed, and deletes what killed runs left. ConfigError if
-    another run is writing to it."""
+    """Lock a project until ``locks`` is closed, and delete an interrupted run's partial files.
+    Raises ConfigError if another run is writing to the project."""
     try:
         lock = Lock(folder / _LOCK)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EROFS):
-            return  # to validate, or to see that nothing is missing
+            return  # read-only use, such as validation of a finished project
         raise
     except LockTakenError:
         raise ConfigError(
@@ -179,8 +181,8 @@ def _begin_writing(folder: Path, locks: ExitStack | None) -> None:
 
 
 def _completed(settings: Settings, project: RetroProject) -> Settings:
-    """The settings, with the project's for those that files depend on and no flag sets.
-    ConfigError if a flag sets another value."""
+    """Return the settings, completed with the project's values of settings that its files depend
+    on. Raises ConfigError if a flag has another value than the project."""
     completed = dict(settings)
     for name in names_of("results", RetroPreprocessConfig):
         if name not in project.settings:
@@ -194,7 +196,7 @@ def _completed(settings: Settings, project: RetroProject) -> Settings:
 
 
 def _compare(config: RetroPreprocessConfig, others: Settings, project: RetroProject) -> None:
-    """ConfigError if a flag sets another value of the GPT's data than the project has."""
+    """Raise ConfigError if a flag of the GPT's data has another value than in the project."""
     known = project.data_settings()
     defaults = {
         field.name: field.default
@@ -220,7 +222,7 @@ def _text(value: Any) -> str:
 
 
 def _content(config: RetroPreprocessConfig, run: Run) -> dict[str, Any]:
-    """The content of ``config.json`` at first."""
+    """Return the initial content of ``config.json``."""
     training, data = run.config.training, run.config.data
     length, chunk = run.config.model.seq_length, config.retro_gpt_chunk_length
     if length % chunk:
@@ -253,9 +255,9 @@ def _content(config: RetroPreprocessConfig, run: Run) -> dict[str, Any]:
 
 
 def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
-    """The settings of the GPT's data: from ``--retro-gpt-...``, and the others from the flags of
-    training. Tokenizer flags of training are another tokenizer's where one of the GPT's is given.
-    ConfigError if one that is needed is missing."""
+    """Return the settings of the GPT's data, from ``--retro-gpt-...`` or else from training flags.
+    If any tokenizer flag of the GPT is given, the training flags describe another tokenizer, and
+    are ignored."""
     used: Settings = {}
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), field.name.removeprefix(GPT)
@@ -279,8 +281,8 @@ def gpt_settings(config: RetroPreprocessConfig, settings: Settings) -> Settings:
 
 
 def _settings_of_bert(config: RetroPreprocessConfig, settings: Settings) -> Settings:
-    """The settings of training that say nothing of the GPT's data, and so may be another
-    model's."""
+    """Return the training settings that do not describe the GPT's data, and so may describe the
+    embedder's model."""
     used = gpt_settings(config, settings)
     return {
         name: setting
@@ -290,14 +292,14 @@ def _settings_of_bert(config: RetroPreprocessConfig, settings: Settings) -> Sett
 
 
 def _absolute(word: str) -> str:
-    """Return a word of ``--data-path``, with a local path made absolute."""
+    """Return an argument of ``--data-path``, with a local path made absolute."""
     path, at, bounds = word.partition("@")
     return f"{os.path.abspath(path)}{at}{bounds}" if idx_path(path).is_file() else word
 
 
 def gpt_run(settings: Settings) -> Run:
-    """The run whose samples get neighbours, of settings by the field names of training. ConfigError
-    if one that is needed is missing or contradicts others."""
+    """Return the run of the GPT whose samples get neighbours, given settings by training field
+    name. Raises ConfigError if a required setting is missing or settings contradict each other."""
     for name, what in _NEEDED.items():
         if name not in settings:
             flag = "--" + (GPT + name).replace("_", "-")
@@ -308,8 +310,8 @@ def gpt_run(settings: Settings) -> Run:
 
 
 def project_run(project: RetroProject, settings: Settings | None = None) -> Run:
-    """The run whose samples get neighbours, from a project's configuration; of the flags of
-    training in ``settings`` the folders of caches."""
+    """Return the run of the GPT whose samples get neighbours, from a project's configuration. Only
+    the cache folders are taken from the training flags in ``settings``."""
     caches = {name: settings[name] for name in _CACHES if settings and name in settings}
     known = project.data_settings()
     return gpt_run({name: known[name] for name in known if not name.startswith("retro_")} | caches)

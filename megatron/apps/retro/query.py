@@ -1,8 +1,8 @@
-"""The stage query-neighbors: the neighbours of the chunks of the GPT's samples, in files for
-training; and the search for the chunks of a database that are nearest to others.
+"""The stage query-neighbors: find the neighbours of all chunks of the GPT's samples, and write them
+to files for training. Also the search for a database's chunks that are nearest to given chunks.
 
-Shape suffixes: N chunks of samples, M tokens of a chunk, Q chunks searched for, K neighbours that
-are kept, D documents of a sample.
+Shape suffixes: N chunks of samples, M tokens of a chunk, Q chunks searched for, K neighbours kept,
+D documents of a sample.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from megatron.util.progress import say
 
 _NEIGHBOR_DIRS = "retro_neighbor_dirs"
 _CHUNKS_AT_ONCE = 4096
-"""Embedded and searched for together; memory does not depend on the size of blocks."""
+"""Number of chunks to embed and search for at a time, which bounds memory use."""
 Documents = Collection[tuple[int, int]]
-"""(dataset, document) of some documents."""
+"""Set of documents, each as (dataset, document)."""
 
 
 @dataclass(frozen=True)
 class GPTSamples:
-    """The samples of a part, ``train``, ``valid`` or ``test``: the dataset that training reads, and
-    how many of its samples it reads."""
+    """Samples of a split (``train``, ``valid`` or ``test``): the dataset that training reads, and
+    the number of samples that training reads."""
 
     part: str
     samples: SampleDataset[Any]
@@ -56,8 +56,8 @@ class GPTSamples:
 
 
 def gpt_samples(run: Run) -> dict[str, GPTSamples]:
-    """The samples of the parts of a run that have any, in the order of its training. ValueError or
-    OSError if the data cannot be used."""
+    """Return the samples of each split that has any, in the order in which training reads them.
+    Raises ValueError or OSError if the data cannot be used."""
     plan = TrainingPlan(run.config)
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
     counts = dict(zip(PARTS, plan.sample_counts, strict=True))
@@ -79,8 +79,8 @@ def gpt_samples(run: Run) -> dict[str, GPTSamples]:
 
 @dataclass(frozen=True)
 class SampleChunks:
-    """The chunks of the samples of a part, numbered over all samples. ``numbers``: the numbers of
-    the database's datasets by prefix."""
+    """Chunks of all samples of a split, numbered consecutively. ``numbers`` maps each dataset's
+    path prefix to its number in the database."""
 
     part: GPTSamples
     chunks_per_sample: int
@@ -93,9 +93,9 @@ class SampleChunks:
     def read(
         self, start: int, stop: int
     ) -> tuple[npt.NDArray[np.int64], Sequence[frozenset[tuple[int, int]]]]:
-        """Return the tokens of the chunks from ``start`` up to ``stop``, int64 [N, M], and for each
-        chunk the documents of its sample that the database has, as (dataset, document). Raises
-        ValueError for a training sample without such a document."""
+        """Return the tokens of the chunks ``start`` to ``stop`` - 1, int64 [N, M], and for each
+        chunk the documents of its sample that are in the database, as (dataset, document). Raises
+        ValueError if a training sample contains text from a dataset that is not in the database."""
         tokens_NM = np.empty((stop - start, self.chunk_length), np.int64)
         documents: list[frozenset[tuple[int, int]]] = []
         while start < stop:
@@ -123,9 +123,9 @@ class SampleChunks:
 
 
 class Retriever:
-    """Finds the nearest chunks of the database of a project: of ``searched`` chunks those that are
-    not left out. ``embedder`` is the one that the index was made with; ``flags`` set how thoroughly
-    it is searched."""
+    """Search for the nearest chunks in a project's database. Each search finds ``searched`` chunks,
+    and then removes those to be excluded. ``embedder`` must be the one that the index was made
+    with. ``flags`` sets how thoroughly the index is searched."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Retriever:
 
     @cached_property
     def index(self) -> VectorIndex:
-        """Opened by the first search."""
+        """Index of the project, opened on first use."""
         return open_index(self.project, self.embedder, self._flags)
 
     def neighbors(
@@ -149,8 +149,9 @@ class Retriever:
         k: int,
         exclude: Sequence[Documents] | None = None,
     ) -> npt.NDArray[np.int64]:
-        """Numbers of the ``k`` chunks nearest to each chunk of tokens, int64 [N, k], nearest first,
-        -1 where there are fewer; without chunks of the documents that ``exclude`` has for each."""
+        """Return the numbers of the ``k`` chunks nearest to each chunk, int64 [N, k], nearest
+        first. Missing neighbours are -1. ``exclude`` contains, for each chunk, the documents whose
+        chunks are left out."""
         texts = chunk_texts(self.project.tokenizer, tokens_NM)
         numbers_NQ, _ = self.index.search(self.embedder.embed(texts), max(self.searched, k))
         dropped_NQ = numbers_NQ < 0
@@ -161,13 +162,13 @@ class Retriever:
     def _of_documents(
         self, numbers_NQ: npt.NDArray[np.int64], documents: Sequence[Documents]
     ) -> npt.NDArray[np.bool_]:
-        """True where a chunk belongs to one of its row's documents."""
+        """Return whether each found chunk is from a document of its row, bool [N, Q]."""
         most = max(map(len, documents), default=0)
         keys_ND = np.full((len(documents), most), -1, np.int64)
         for keys_D, row in zip(keys_ND, documents, strict=True):
             keys_D[: len(row)] = [dataset << 32 | document for dataset, document in row]
         pairs_NQ2 = self.database.documents(numbers_NQ)
-        keys_NQ = pairs_NQ2[..., 0] << 32 | pairs_NQ2[..., 1]  # both have 32 bits in a database
+        keys_NQ = pairs_NQ2[..., 0] << 32 | pairs_NQ2[..., 1]  # both numbers fit in 32 bits
         inside_NQ = np.zeros(numbers_NQ.shape, bool)
         for keys_N in keys_ND.T:
             inside_NQ |= keys_NQ == keys_N[:, None]
@@ -177,16 +178,16 @@ class Retriever:
 def first_kept(
     numbers_NQ: npt.NDArray[np.int64], dropped_NQ: npt.NDArray[np.bool_], k: int
 ) -> npt.NDArray[np.int64]:
-    """The first ``k`` <= Q of each row that are not dropped, followed by -1."""
+    """Return the first ``k`` <= Q numbers of each row that are not dropped, padded with -1."""
     order_NK = np.argsort(dropped_NQ, axis=1, kind="stable")[:, :k]
     kept = ~np.take_along_axis(dropped_NQ, order_NK, axis=1)
     return np.where(kept, np.take_along_axis(numbers_NQ, order_NK, axis=1), -1)
 
 
 def query_neighbors(work: Preprocessing) -> None:
-    """Writes the neighbours of the samples of training, validation and test, and names their
-    folders in the project's configuration. ValueError or OSError if an earlier stage is missing, or
-    a file cannot be read or written."""
+    """Write the neighbours of the training, validation and test samples, and record their folders
+    in the project's configuration. Collective: every process must call it. Raises ValueError or
+    OSError if an earlier stage is missing, or if a file cannot be read or written."""
     project, config = work.project, work.config
     searched, kept = config.retro_query_num_neighbors_query, config.retro_query_num_neighbors_save
     if kept > searched:
@@ -202,7 +203,7 @@ def query_neighbors(work: Preprocessing) -> None:
         chunks = SampleChunks(samples, per_sample, project.chunk_length, numbers)
         name = digest(json.dumps(_description(work, retriever, part, len(chunks)), sort_keys=True))
         folder = project.query_folder / f"{part}_{name}"
-        folders[part] = folder.name  # relative to the folder of queries, as upstream reads it
+        folders[part] = folder.name  # relative to the query folder, as upstream expects
         if config.retro_task_validate is not None:
             _check_search(project, part, folder)
         run_blocks(
@@ -218,7 +219,7 @@ def query_neighbors(work: Preprocessing) -> None:
 
 
 def _check_search(project: RetroProject, part: str, folder: Path) -> None:
-    """Raise ConfigError if the neighbours of a part are from another search than ``folder``'s."""
+    """Raise ConfigError if the recorded neighbours of a split were found by another search."""
     recorded = (project.settings.get(_NEIGHBOR_DIRS) or {}).get(part)
     if recorded is not None and not folder.is_dir():
         known = project.query_folder / Path(recorded).name
@@ -233,8 +234,8 @@ def _check_search(project: RetroProject, part: str, folder: Path) -> None:
 def neighbors_of(
     chunks: SampleChunks, retriever: Retriever, kept: int, block: FileBlock
 ) -> dict[str, np.ndarray]:
-    """Return the array of a block's file: the neighbours of its chunks, int64 [N, kept], excluding
-    chunks of the sample's own documents."""
+    """Return the array of a block's file: the neighbours of the block's chunks, int64 [N, kept].
+    Chunks of a sample's own documents are excluded."""
     neighbors_NK = np.empty((len(block), kept), np.int64)
     for start in range(block.start, block.stop, _CHUNKS_AT_ONCE):
         stop = min(start + _CHUNKS_AT_ONCE, block.stop)
@@ -249,7 +250,7 @@ def neighbors_of(
 def _description(
     work: Preprocessing, retriever: Retriever, part: str, count: int
 ) -> dict[str, Any]:
-    """Everything that the neighbours of a part depend on, for the name of their folder."""
+    """Return everything that the neighbours of a split depend on, for the name of their folder."""
     config, settings = work.config, work.project.settings
     index = existing_files(work.project.index_folder, config, "index-add").added
     return {
@@ -267,8 +268,8 @@ def _description(
 
 
 def check_model(model: ModelConfig, tokenizer: Tokenizer, project: RetroProject) -> None:
-    """Raises ConfigError if a model's tokenizer or chunks differ from those of a project with a
-    database."""
+    """Raise ConfigError if a model's tokenizer or chunk length differs from the project's. The
+    project must have a database."""
     where, of_project = project.config_file, project.tokenizer
     if of_project.vocab_size != model.vocabulary.size:
         raise ConfigError(

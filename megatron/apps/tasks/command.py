@@ -25,10 +25,10 @@ from megatron.run.process import ending_process, errors_for_users
 from megatron.run.run import RunToolParser, start_processes
 
 TaskFunction = Callable[[TaskConfig, Settings, int], None]
-"""Runs a task. It gets the flags of the task, the settings of training without them, completed by
-:func:`megatron.features.evaluation.checkpoints.checkpoint_settings`, and the number of processes,
-of which this is one. It raises ValueError or OSError, which names the flag, file or checkpoint, if
-one cannot be used."""
+"""Function that runs a task. Its arguments are the flags of the task; the training settings other
+than those flags, completed by :func:`megatron.features.evaluation.checkpoints.checkpoint_settings`;
+and the number of processes. Raises ValueError or OSError, naming the cause, if a flag, file or
+checkpoint cannot be used."""
 
 
 def _zero_shot() -> TaskFunction:
@@ -58,18 +58,19 @@ TASKS: dict[str, Callable[[], TaskFunction]] = {
     FINE_TUNING: _fine_tuning,
     **dict.fromkeys((EVALUATION, "ICT-ZEROSHOT-NQ", INDEX), _retriever),
 }
-"""Imports the function of every task by its name in ``--task``."""
+"""For each value of ``--task``, a function that imports and returns the task's function."""
 
 
 def main() -> None:
-    """Parses the command line and runs the task."""
+    """Parse the command line and run the task. Errors of the user end the process with a
+    message."""
     with ending_process(), errors_for_users():
         run_task(__doc__)
 
 
 def run_task(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Runs the task of a command line. Raises ValueError or OSError if a flag, a file or a
-    checkpoint cannot be used; the message names it."""
+    """Run the task that the command line selects. Raises ValueError or OSError, naming the cause,
+    if a flag, a file or a checkpoint cannot be used."""
     epilog = f"The tasks are {', '.join(TASKS)}."
     config, settings = RunToolParser(TaskConfig, description, epilog).parse(argv)
     if config.task is None:
@@ -86,20 +87,20 @@ def run_task(description: str | None, argv: Sequence[str] | None = None) -> None
 
 @dataclass(frozen=True)
 class Gpt2EvalConfig:
-    """Evaluation of a GPT-2."""
+    """Evaluation of a GPT-2 model."""
 
     model_path: str | None = option(None)
-    """Folder of checkpoints, or of a Hugging Face GPT-2."""
+    """Folder of checkpoints, or of a Hugging Face GPT-2 model."""
     data_path: str | None = option(None)
-    """Text to evaluate on."""
+    """File to evaluate on: plain text, or JSON lines with --cloze-eval or --webtext-eval."""
     cloze_eval: bool = option(False)
-    """Accuracy on LAMBADA: JSON lines with "text"."""
+    """Accuracy on LAMBADA: a file of JSON lines with the key "text"."""
     webtext_eval: bool = option(False)
-    """Perplexity of a loose JSON file."""
+    """Perplexity on a JSON-lines file of documents."""
     eval_iters: int = option(5000)
-    """With --webtext-eval: the largest number of batches."""
+    """With --webtext-eval: maximum number of batches to evaluate."""
     load_openai: bool = option(False)
-    """--model-path is a Hugging Face folder, which determines the model's sizes."""
+    """--model-path is a Hugging Face folder, whose configuration sets the model's sizes."""
     num_layers: int | None = option(None, derived="12, or that of --load-openai")
     """Number of layers."""
     hidden_size: int | None = option(None, derived="768, or that of --load-openai")
@@ -107,14 +108,14 @@ class Gpt2EvalConfig:
     num_attention_heads: int | None = option(None, derived="12, or that of --load-openai")
     """Number of attention heads."""
     batch_size: int = option(4)
-    """Samples that are evaluated together."""
+    """Number of samples in an evaluation batch."""
     model_parallel_size: int = option(1)
-    """Processes among which the matrices of every layer are divided."""
+    """Tensor-parallel size: number of processes over which each layer's matrices are sharded."""
     cache_dir: str = option("cache")
-    """Folder of vocab.json and merges.txt of gpt2."""
+    """Folder with the vocab.json and merges.txt of the gpt2 tokenizer."""
 
     def check(self) -> None:
-        """Raises ConfigError if a path is missing, or two tasks are asked for."""
+        """Raise ConfigError if a path is missing, or if both tasks are selected."""
         for name in ("model_path", "data_path"):
             if getattr(self, name) is None:
                 raise ConfigError(f"--{name.replace('_', '-')} is missing")
@@ -122,7 +123,8 @@ class Gpt2EvalConfig:
             raise ConfigError("--cloze-eval and --webtext-eval: give one of them")
 
     def task_flags(self) -> list[str]:
-        """The words after tasks/main.py: 2019's length of 1,024, windows of 32 and float16."""
+        """Return the arguments for tasks/main.py that reproduce Megatron-LM's evaluation of 2019:
+        sequence length 1,024, windows that advance by 32 tokens, and float16."""
         task = ["WIKITEXT103", "--overlapping-eval", "32"]
         if self.cloze_eval:
             task = ["LAMBADA"]
@@ -150,7 +152,7 @@ class Gpt2EvalConfig:
         if self.model_parallel_size > 1:
             size = str(self.model_parallel_size)
             words += ["--tensor-model-parallel-size", size]
-            # A launcher, where there is one, has started them.
+            # A launcher, if any, has already started the processes.
             words += [] if "WORLD_SIZE" in os.environ else ["--num-gpus-per-node", size]
         words += ["--use-checkpoint-args"] * self.load_openai
         return ["--task", *task, *words, "--fp16", "--no-load-optim", "--no-load-rng"]

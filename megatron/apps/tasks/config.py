@@ -1,5 +1,5 @@
-"""The flags of ``tasks/main.py`` in addition to the training flags, and the files and checkpoints
-that they name."""
+"""Flags of ``tasks/main.py`` in addition to the training flags, with checks of their files and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, option
 from megatron.training.resume import find_origin
 
 _NAMES = re.compile(r"(?:global_step|iter_|checkpoint-)(\d+)")
-"""Folders of one checkpoint: of this project and DeepSpeed, of Megatron, of Hugging Face."""
+"""Pattern for the names of checkpoint folders of this project and DeepSpeed, Megatron, and Hugging
+Face."""
 
 
 INDEX, EVALUATION, FINE_TUNING = "RETRIEVER-INDEX", "RETRIEVER-EVAL", "RET-FINETUNE-NQ"
@@ -24,97 +25,101 @@ MATCHES = ("string", "regex")
 
 @dataclass(frozen=True)
 class RetrieverTaskConfig:
-    """Retrievers: passages, questions, vectors."""
+    """Retrievers: passages, questions, embeddings."""
 
     evidence_data_path: str | None = option(None)
-    """Table of passages, with tabs: a line "id text title" and one for each passage."""
+    """Tab-separated table of passages: a header "id text title", then one line per passage."""
     embedding_path: str | None = option(None, aliases=("--block-data-path",))
-    """File of the passages' vectors; RETRIEVER-EVAL computes it where it does not exist."""
+    """File with the passages' embeddings. RETRIEVER-EVAL computes it if it does not exist."""
     qa_data_dev: str | None = option(None)
-    """RETRIEVER-EVAL: table of questions, a tab, and the list of their answers."""
+    """RETRIEVER-EVAL: table of questions. Each line contains a question, a tab, and a list of
+    answers."""
     qa_data_test: str | None = option(None)
     """RETRIEVER-EVAL: a second table of questions."""
     ict_load: str | None = option(None)
-    """Checkpoint of the retriever, where --load is not given."""
+    """Checkpoint of the retriever, used if --load is not given."""
     indexer_batch_size: int = option(128, bounds=POSITIVE)
-    """Passages per forward pass of one data-parallel rank."""
+    """Passages per forward pass on each data-parallel rank."""
     indexer_log_interval: int = option(1000, bounds=POSITIVE)
-    """Forward passes between two lines about passages."""
+    """Number of forward passes between two progress lines while passages are embedded."""
     faiss_match: str = option("string", choices=MATCHES)
-    """RETRIEVER-EVAL: a passage answers a question if it contains the words of an answer, or a
-    match of it as a regular expression."""
+    """RETRIEVER-EVAL: when a passage counts as an answer. With string, it must contain the words of
+    an answer; with regex, an answer must match it as a regular expression."""
     faiss_topk_retrievals: int = option(100, bounds=POSITIVE)
-    """RETRIEVER-EVAL: passages that are retrieved for each question."""
+    """RETRIEVER-EVAL: number of passages to retrieve for each question."""
     faiss_use_gpu: bool = option(
         False, note="the search is exact, by matrix products on the device of the model"
     )
     train_with_neg: bool = option(False)
-    """RET-FINETUNE-NQ: train with the negative passages of questions, too."""
+    """RET-FINETUNE-NQ: also train with the negative passages of each question."""
     train_hard_neg: int = option(0, bounds=NOT_NEGATIVE)
-    """RET-FINETUNE-NQ with --train-with-neg: hard negative passages of each question; missing ones
-    are replaced by other negative ones."""
+    """RET-FINETUNE-NQ with --train-with-neg: number of hard negative passages per question. If a
+    question has fewer, other negative passages are used."""
     val_av_rank_hard_neg: int = option(30, bounds=NOT_NEGATIVE)
-    """RET-FINETUNE-NQ: hard negative passages of each question in evaluations."""
+    """RET-FINETUNE-NQ: number of hard negative passages per question in evaluations."""
     val_av_rank_other_neg: int = option(30, bounds=NOT_NEGATIVE)
-    """RET-FINETUNE-NQ: other negative passages of each question in evaluations."""
+    """RET-FINETUNE-NQ: number of other negative passages per question in evaluations."""
     sample_rate: float = option(1.0, bounds=SHARE)
-    """RET-FINETUNE-NQ: fraction of the questions that are used, drawn by the seed."""
+    """RET-FINETUNE-NQ: fraction of the questions to use, selected at random with --seed."""
 
 
 @dataclass(frozen=True)
 class TaskConfig(RetrieverTaskConfig):
-    """Task: what is evaluated or fine-tuned, on which files."""
+    """Task: the task to evaluate or fine-tune on, and its files."""
 
     task: str | None = option(None)
-    """Name of the task; the list is below."""
+    """Name of the task. The tasks are listed below."""
     train_data: tuple[str, ...] = option(())
     """Files or folders to fine-tune on."""
     valid_data: tuple[str, ...] = option(())
     """Files or folders to evaluate on."""
     epochs: int | None = option(None, bounds=NOT_NEGATIVE)
-    """Epochs of fine-tuning; 0 evaluates only."""
+    """Number of epochs to fine-tune for. 0 only evaluates."""
     predictions: str | None = option(
         None, derived="with --epochs 0: predictions_NAME.jsonl next to the checkpoints of --load"
     )
-    """Fine-tuning: file of JSON lines for the predictions, of the best epoch where one is
-    trained."""
+    """Fine-tuning: JSON lines file to write the predictions to. After training, it contains the
+    predictions of the best epoch."""
     max_qa_length: int = option(128, bounds=POSITIVE)
-    """RACE: tokens of a question with an option; longer ones are cut."""
+    """RACE: maximum number of tokens of a question with one option. Longer ones are truncated."""
     version_2_with_negative: bool = option(False)
-    """SQUAD: some questions cannot be answered from their text (SQuAD 2.0)."""
+    """SQUAD: the data includes questions that their text does not answer (SQuAD 2.0)."""
     null_score_diff_threshold: float = option(0.0)
-    """SQUAD with --version-2-with-negative: "no answer" is predicted where its score exceeds that
-    of the best answer by more."""
+    """SQUAD with --version-2-with-negative: predict "no answer" if its score exceeds the score of
+    the best answer by more than this threshold."""
     doc_stride: int = option(128, bounds=POSITIVE)
-    """SQUAD: a text that is too long is read in windows, each this many tokens after the one before
-    it."""
+    """SQUAD: number of tokens between the starts of consecutive windows of a text that does not fit
+    into one sequence."""
     max_query_length: int = option(64, bounds=POSITIVE)
-    """SQUAD: tokens of a question; longer ones are cut."""
+    """SQUAD: maximum number of tokens of a question. Longer questions are truncated."""
     max_answer_length: int = option(30, bounds=POSITIVE)
-    """SQUAD: tokens of the longest answer that is predicted."""
+    """SQUAD: maximum number of tokens of a predicted answer."""
     n_best_size: int = option(20, bounds=POSITIVE)
-    """SQUAD: starts and ends of each window that are combined, and answers that are written."""
+    """SQUAD: number of best start positions, and of best end positions, to combine in each window.
+    Also the number of answers to write per question."""
     keep_last: int | None = option(None, bare=0, bounds=NOT_NEGATIVE)
-    """Number of newest checkpoints to keep, besides that of the best epoch; older ones are deleted.
-    Without a number: keep a last batch that is not full, which is always kept here."""
+    """Number of newest checkpoints to keep, in addition to the checkpoint of the best epoch. Older
+    ones are deleted. Without a number, the flag keeps an incomplete last batch, which this program
+    always does."""
     overlapping_eval: int | None = option(None, derived="32; RAW: --seq-length", bounds=POSITIVE)
-    """WIKITEXT103 and RAW: tokens between the starts of two windows of --seq-length tokens. All
-    tokens of the first window count, and of each other one those that no window before it had."""
+    """WIKITEXT103 and RAW: number of tokens between the starts of consecutive windows of
+    --seq-length tokens. Every token is scored once, in the first window that contains it."""
     strict_lambada: bool = option(False)
-    """LAMBADA: predict the whole last word, every token of it, instead of the last token."""
+    """LAMBADA: predict every token of the last word, instead of only the last token."""
     eval_micro_batch_size: int | None = option(None, derived="--micro-batch-size", bounds=POSITIVE)
-    """Samples per forward pass of one data-parallel rank while evaluating."""
+    """Samples per forward pass on each data-parallel rank in evaluations."""
     output: str | None = option(None)
-    """JSON file for the results."""
+    """JSON file to write the results to."""
     all_iterations: bool = option(False)
-    """Evaluate every checkpoint of --load, not only the newest."""
+    """Evaluate every checkpoint in --load, not only the newest."""
 
 
 def wanted_checkpoints(
     options: CheckpointConfig, all_iterations: bool
 ) -> list[FoundCheckpoint | None]:
-    """The checkpoint of ``--load``, [None] without a flag that names one, or else all of its
-    checkpoints, in the order of their iterations. Raises CheckpointError without any."""
+    """Return the checkpoints to evaluate: the one that the flags select, [None] if no flag selects
+    one, or with ``all_iterations`` all checkpoints in ``--load`` in ascending order. Raises
+    CheckpointError if no checkpoint is found."""
     if all_iterations:
         return list(checkpoints_in(options))
     origin = find_origin(options)
@@ -126,8 +131,8 @@ def wanted_checkpoints(
 
 
 def checkpoints_in(options: CheckpointConfig) -> list[FoundCheckpoint]:
-    """Every complete checkpoint of the folder ``--load``, the first iteration first. Raises
-    CheckpointError if it has none, or --load-tag chooses one."""
+    """Return all complete checkpoints in the folder ``--load``, by ascending iteration. Raises
+    CheckpointError if the folder contains none, or if --load-tag is set."""
     if not options.load:
         raise CheckpointError("--all-iterations needs --load, the folder with the checkpoints")
     if options.load_tag:
@@ -151,8 +156,8 @@ def checkpoints_in(options: CheckpointConfig) -> list[FoundCheckpoint]:
 
 
 def check_inputs(flag: str, paths: Sequence[str | Path], folders: bool = False) -> None:
-    """Raises ConfigError if one of the paths of a flag does not exist or is a folder; with
-    ``folders``: is not one."""
+    """Raise ConfigError if one of a flag's paths does not exist or is a folder. With ``folders``,
+    each path must be a folder instead."""
     kind = "folder" if folders else "file"
     for path in map(Path, paths):
         if not path.exists():

@@ -1,4 +1,4 @@
-"""Tasks that are evaluated on the model in training."""
+"""Evaluation of tasks during training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from megatron.training.trainer import Callback, Trainer
 
 
 class EvaluatedTask(Protocol):
-    """A task whose files are read; see :class:`megatron.apps.tasks.zeroshot.tasks.ZeroShotTask`."""
+    """Task whose files have been read, such as
+    :class:`megatron.apps.tasks.zeroshot.tasks.ZeroShotTask`."""
 
     name: str
 
@@ -29,8 +30,8 @@ class EvaluatedTask(Protocol):
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """Result of a task after ``iteration`` steps; ``since`` are the seconds of the run before it,
-    from the end of the evaluations before."""
+    """Result of a task after ``iteration`` steps. ``since`` is the number of seconds between the
+    end of the previous evaluations and the start of these."""
 
     iteration: int
     result: TaskResult
@@ -38,11 +39,12 @@ class TaskEvaluation:
 
     @property
     def kind(self) -> str:
-        """The writers' name for these values."""
+        """Name under which the log writers record these values."""
         return f"task {self.result.name}"
 
     def line(self) -> str:
-        """The console line; the cost is a share of the time between two evaluations."""
+        """Return the console line. It gives the evaluation's cost as a percentage of the time since
+        the last evaluation."""
         result = self.result
         fields = [
             f"{self.kind} at iteration {self.iteration}",
@@ -55,7 +57,7 @@ class TaskEvaluation:
         return " " + " | ".join(fields) + " |"
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers."""
+        """Return the values by name, for the log writers."""
         result = self.result
         costs = result.examples, result.seconds, result.tokens_per_second, self._share
         return {**result.metrics, **dict(zip(TASK_COSTS, costs, strict=True))}
@@ -66,9 +68,9 @@ class TaskEvaluation:
 
 
 class EvalTasks(Callback):
-    """``--eval-tasks``: every ``--eval-tasks-interval`` iterations and at the end. The files are
-    read and tokenized once, before the first step. Raises ConfigError or OSError if a task is not
-    known or its file cannot be used."""
+    """Callback for ``--eval-tasks``: evaluates the tasks every ``--eval-tasks-interval`` iterations
+    and at the end. The files are read and tokenized when it is created. Raises ConfigError or
+    OSError if a task is unknown or its file cannot be used."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         self._interval = config.section(EvalTasksConfig).eval_tasks_interval or 0
@@ -81,7 +83,7 @@ class EvalTasks(Callback):
         return self
 
     def evaluate(self, trainer: Trainer, last: bool) -> None:
-        """Evaluates if it is due."""
+        """Evaluate all tasks if an evaluation is due, or if this is the ``last`` iteration."""
         if not last and trainer.iteration % self._interval:
             return
         trainer.settle()
@@ -93,9 +95,10 @@ class EvalTasks(Callback):
 
 
 def prepared_tasks(config: RunConfig, tokenizer: Tokenizer) -> list[EvaluatedTask]:
-    """The tasks of ``--eval-tasks``: wikitext and lambada with their files, any other name with a
-    file of documents, and names alone that are lm-eval's. Raises ConfigError or OSError, which
-    name task and file."""
+    """Return the tasks of ``--eval-tasks``. ``wikitext`` and ``lambada`` read their own file
+    formats. Any other NAME=FILE is a file of documents, and any other name without a file is a task
+    of lm-eval. Raises ConfigError or OSError, naming the task and its file, if a task cannot be
+    read."""
     tasks: list[EvaluatedTask] = []
     for name, word in config.section(EvalTasksConfig).files.items():
         if word is None and name not in TASKS:
@@ -122,7 +125,7 @@ def prepared_tasks(config: RunConfig, tokenizer: Tokenizer) -> list[EvaluatedTas
 
 
 def _in_folder(name: str, config: EvalTasksConfig) -> Path:
-    """The file of a task that is word by its name alone."""
+    """Return the file in ``--eval-tasks-path`` for a task that is given without a file."""
     if config.eval_tasks_path is None:
         raise ConfigError(
             f"--eval-tasks {name} needs --eval-tasks-path, the folder with its file; or write "

@@ -1,4 +1,4 @@
-"""Evaluation tasks while a model trains."""
+"""Evaluation of tasks during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of the tasks that a run evaluates while it trains."""
+"""Flags of the tasks that a run evaluates during training."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from megatron.config.flags import POSITIVE, ConfigResolver, option
 
 @dataclass(frozen=True)
 class EvalTasksConfig(FlagSection):
-    """Evaluation tasks while training: which, where their files are, how often."""
+    """Evaluation tasks during training: selection, files and interval."""
 
     after = "training"
     eval_tasks: tuple[str, ...] = option((), role="course")
-    """NAME=FILE,NAME=FILE,...: evaluate these tasks on the model in training, every
+    """NAME=FILE,NAME=FILE,...: tasks to evaluate on the model during training, every
     --eval-tasks-interval iterations and at the end. wikitext and lambada are the tasks of
-    tasks/main.py, any other NAME the perplexity of the documents in FILE.json or FILE.jsonl.
-    wikitext and lambada without =FILE have their files in --eval-tasks-path, other names alone are
-    tasks of lm-eval. Nothing is downloaded."""
+    tasks/main.py. Any other NAME=FILE measures the perplexity of the documents in FILE.json or
+    FILE.jsonl. Without =FILE, wikitext and lambada read a file in --eval-tasks-path, and other
+    names are tasks of lm-eval. Nothing is downloaded."""
     eval_tasks_path: str | None = option(None, role="course")
-    """Folder with the files of wikitext and lambada, each the only one whose name begins so, such
-    as lambada_test.jsonl; and with the YAML files of lm-eval's tasks."""
+    """Folder with the files of wikitext and lambada, and with YAML files of lm-eval tasks. The
+    folder must contain exactly one file whose name begins with the task's name, such as
+    lambada_test.jsonl."""
     eval_tasks_interval: int | None = option(
         None, derived="eval-interval", bounds=POSITIVE, role="course"
     )
@@ -30,12 +31,13 @@ class EvalTasksConfig(FlagSection):
     eval_tasks_stride: int | None = option(
         None, derived="seq-length", bounds=POSITIVE, role="course"
     )
-    """Tokens between the beginnings of two windows of wikitext: --overlapping-eval of
-    tasks/main.py. Windows as far apart as they are long overlap nowhere and cost least."""
+    """Number of tokens between the starts of consecutive windows of wikitext, like
+    --overlapping-eval of tasks/main.py. The default, the window length, means no overlap and the
+    lowest cost."""
 
     @property
     def files(self) -> dict[str, str | None]:
-        """The file of each task, None where only its name is given."""
+        """Path of each task's file by task name, or None if only the name is given."""
         pairs = (word.partition("=") for word in _words(self.eval_tasks))
         return {name: file if equals else None for name, equals, file in pairs}
 
@@ -47,7 +49,7 @@ def _words(values: Sequence[str]) -> list[str]:
 def resolve_eval_tasks(
     flags: EvalTasksConfig, interval: int, seq_length: int, resolver: ConfigResolver
 ) -> EvalTasksConfig:
-    """Completes the tasks of a run that evaluates every ``interval`` iterations."""
+    """Return the flags with defaults filled in. ``interval`` is the run's --eval-interval."""
     names = [word.partition("=")[0] for word in _words(flags.eval_tasks)]
     shown = f"--eval-tasks {' '.join(flags.eval_tasks)}"
     if not names:

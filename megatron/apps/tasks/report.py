@@ -1,4 +1,4 @@
-"""Reports of evaluations: results, the final table, a JSON file, a picture over checkpoints."""
+"""Reports of evaluations: results, the final table, a JSON file, and a plot over checkpoints."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megatron.util.progress import say
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Measurements of one task with one model.
+    """Result of one task with one model.
 
     Attributes:
-        metrics: values by name: ``loss`` in nats per token, ``perplexity``, ``accuracy`` and the
-            like as fractions, ``bits_per_byte`` of the original text.
-        examples: rows, windows or questions, each counted once.
-        tokens: tokens whose probability was computed.
-        lines: what the task prints in addition to the table.
-        details: further JSON values for the file of results.
+        metrics: values by name: ``loss`` in nats per token, ``perplexity``, ``accuracy`` and
+            similar fractions, ``bits_per_byte`` of the original text.
+        examples: number of rows, windows or questions, each counted once.
+        tokens: number of tokens whose probability was computed.
+        lines: text that the task prints in addition to the table.
+        details: further JSON values for the results file.
     """
 
     name: str
@@ -49,8 +49,8 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The evaluated model: a checkpoint (None for random weights) and its iteration (None if its
-    format has none)."""
+    """Description of the evaluated model. ``checkpoint`` is None for random weights. ``iteration``
+    is None if the checkpoint's format does not record it."""
 
     checkpoint: str | None
     iteration: int | None
@@ -59,7 +59,7 @@ class EvaluatedModel:
 
     @classmethod
     def of(cls, config: RunConfig, folder: Path | None, iteration: int | None) -> EvaluatedModel:
-        """The model of a run's configuration with the weights of a checkpoint."""
+        """Return the description of a run's model with the weights of a checkpoint."""
         layout = config.layout()
         shown = {name: getattr(layout, name) for name in ("tensor", "pipeline", "data")}
         shown |= {"context": layout.context} if layout.context > 1 else {}
@@ -69,21 +69,21 @@ class EvaluatedModel:
 
 
 class ModelResults(NamedTuple):
-    """A model, and what tasks measured with it."""
+    """Results of the tasks that were evaluated on a model."""
 
     model: EvaluatedModel
     results: Sequence[TaskResult]
 
 
 def bits_per_byte(log_prob: float, text_bytes: int) -> float:
-    """Bits that a model needs for each byte of a text with the probability exp(``log_prob``). It
-    depends on the text and not on how a tokenizer divides it."""
+    """Return the bits per byte of a text whose log-probability is ``log_prob`` nats. Unlike the
+    loss per token, the value does not depend on the tokenizer."""
     return -log_prob / math.log(2) / text_bytes
 
 
 def table(results: Sequence[TaskResult]) -> str:
-    """A line per metric of each task, aligned: task, metric, value, examples, and tokens/s where
-    probabilities of tokens were computed."""
+    """Return an aligned table with one line per metric of each task: task, metric, value, examples,
+    and tokens/s if token probabilities were computed."""
     rows = [("task", "metric", "value", "examples", "tokens/s")]
     for result in results:
         speed = f"{result.tokens_per_second:,.0f}" if result.tokens else ""
@@ -96,7 +96,7 @@ def table(results: Sequence[TaskResult]) -> str:
 
 
 def table_of_checkpoints(evaluations: Sequence[ModelResults]) -> str:
-    """A line per iteration, a column per task and metric."""
+    """Return a table with one line per iteration and one column per task and metric."""
     every = [result for each in evaluations for result in each.results]
     columns = dict.fromkeys((result.name, name) for result in every for name in result.metrics)
     rows = [("iteration", *(f"{task} {name.replace('_', ' ')}" for task, name in columns))]
@@ -108,15 +108,15 @@ def table_of_checkpoints(evaluations: Sequence[ModelResults]) -> str:
 
 
 def ruled(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
-    """Columns of equal width, with a rule below the first row; the first ``texts`` begin, the
-    others end, in line."""
+    """Return an aligned table with a rule below the first row. The first ``texts`` columns are
+    left-aligned, the others right-aligned."""
     rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
     return aligned([rows[0], rule, *rows[1:]], texts)
 
 
 def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path | None) -> None:
-    """Prints the final table, and writes the JSON file ``output`` if there is one; of several
-    checkpoints it draws ``plot`` too, if there is one."""
+    """Print the final table, and write the JSON file ``output`` if given. For several checkpoints,
+    also draw ``plot`` if given."""
     several = len(evaluations) > 1
     say(table_of_checkpoints(evaluations) if several else table(evaluations[0].results))
     if output is not None:
@@ -131,7 +131,7 @@ def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path |
 
 
 def write_results(path: Path, evaluations: Sequence[ModelResults]) -> None:
-    """Writes what was evaluated, with which versions, and the results, an entry for each model."""
+    """Write a JSON file with package versions, and the description and results of each model."""
     content = {
         "versions": versions(),
         "evaluations": [
@@ -156,8 +156,8 @@ def write_results(path: Path, evaluations: Sequence[ModelResults]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file, which appears when it is complete. NaN and infinity are null, as JSON has
-    neither."""
+    """Write a JSON file, which appears only when it is complete. NaN and infinity become null,
+    since JSON lacks them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(_with_nulls(content), indent=2) + "\n").encode())
 
@@ -179,7 +179,7 @@ def versions() -> dict[str, str]:
 
 
 def draw_checkpoints(evaluations: Sequence[ModelResults], output_png: Path) -> None:
-    """Draws, over iterations, a panel for each metric that tasks share, bits per byte first."""
+    """Plot the results over iterations, with one panel per metric, bits per byte first."""
     series: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
     for model, results in evaluations:
         for result in results:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 
 pytestmark = pytest.mark.proof
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.apps.planning.step_time import Hardware, parse_bytes
 from megatron.config import ConfigError
-from megatron.training.metrics import peak_flops_of
+from megatron.features.measured_peak.rates import peak_flops_of
 
 
 @pytest.mark.parametrize(

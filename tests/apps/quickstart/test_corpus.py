@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.apps.quickstart.corpus import (
     HeldOut,
     held_out,
@@ -14,7 +15,6 @@ from megatron.apps.quickstart.corpus import (
     unigram_cross_entropy,
     write_corpus,
 )
-from megatron.data.indexed import IndexedDatasetWriter
 
 
 @pytest.fixture

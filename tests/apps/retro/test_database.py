@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import upstream_retro as upstream
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.apps.retro.command import run_preprocessing
-from megatron.data.indexed import IndexedDatasetWriter
 from megatron.features.retro.hdf5 import array_shapes, read_array, write_arrays
 from megatron.features.retro.project import RetroProject
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.features.curriculum.metric_files import read_rows
 from megatron.run.run import parse_run, run_data
 from tools import analyze_data

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.apps.corpus.prebuilding import in_processes
 from megatron.data import index_cache
-from megatron.data.indexed import IndexedDatasetWriter
 from megatron.run.run import parse_run, run_data
 from tools import build_index
 

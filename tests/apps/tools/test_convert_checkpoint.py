@@ -320,3 +320,16 @@ def test_weights_that_are_not_finite_are_named_in_both_directions(tool, download
     with pytest.raises(SystemExit, match="logits that are not finite, so --output .* not written"):
         tool.main(["from-hf", "--input", str(theirs), "--output", str(tmp_path / "ours")])
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_commands(tool, capsys):
+    commands = {"show": lambda: print, "fail": lambda: int}
+    tool.run_command(commands, "Text.", ["show", "--help"])
+    assert capsys.readouterr().out == "['--help']\n"
+    with pytest.raises(ValueError, match="shw: the commands are show, fail"):
+        tool.run_command(commands, "Text.", ["shw"])
+    with pytest.raises(ValueError, match="no command: the commands are show, fail"):
+        tool.run_command(commands, "Text.", [])
+    with pytest.raises(SystemExit):
+        tool.run_command(commands, "Text.", ["--help"])
+    assert "show, fail; each has --help" in capsys.readouterr().out

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megatron.apps.corpus import indexed_files
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.tokenizer.mark import TokenizerMark
 from tools import inspect_index, merge_datasets, verify_data
 
@@ -123,7 +124,7 @@ def test_modes_are_kept(tmp_path: Path) -> None:
 
 
 def test_many_blocks_in_constant_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.data.indexed import dataset_writer
+    from megatron.apps.corpus import indexed_writer as dataset_writer
 
     monkeypatch.setattr(dataset_writer, "_BLOCK", 1000)
     lengths = np.random.default_rng(1).integers(0, 20, 50_000)

@@ -1,4 +1,4 @@
-"""Repairs texts, and leaves out documents of other languages and short ones."""
+"""Repair of texts, and removal of documents that are too short or in unwanted languages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.flags import option
 from megatron.tokenizer import build_tokenizer
 
-# without normalisation, which `normalized` does in linear time
+# `normalized` does the Unicode normalization, in linear time.
 _REPAIRS = ftfy.TextFixerConfig(normalization=None, explain=False)
-# other lines have no faults that can be repaired
+# Characters that may need repair. Lines without them are skipped.
 _SUSPICIOUS = re.compile(r"[^\t\n\x20-\x25\x27-\x7e]")
 _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
-_CHARACTERS_PER_TOKEN = 16  # far more than text has on average: such a beginning is enough
-_LANGUAGE_CHARACTERS = 4000  # more change nothing but the time
+_CHARACTERS_PER_TOKEN = 16  # far above the average, so that the prefix has more tokens than needed
+_LANGUAGE_CHARACTERS = 4000  # number of characters to classify; more would only take longer
 FILTERS = ("remove_512", "remove_256_javascript", "remove_512_non_english")
 REPAIRS = ("ftfy_fix_text", "general_cleaning")
 _LINE_ENDS_AND_RUNS = re.compile(r"(?<=\w)\n+ *| {2,}")
@@ -40,23 +40,24 @@ _ENDINGS = re.compile(r"(\.jsonl?)?(\.gz|\.zst)?$")
 
 @dataclass(frozen=True)
 class CleanupConfig:
-    """Cleaning documents."""
+    """Options for cleaning documents."""
 
     input: tuple[str, ...] = option(())
     """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
+    """JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     dropped: str | None = option(None)
-    """A file for the documents left out, with the reason under the key "dropped"."""
+    """File for the documents that are left out, with the reason of each under the key "dropped"."""
     text_key: str = option("text")
-    """Key of the text."""
+    """Key of the text in each record."""
     lang: tuple[str, ...] = option(("en",))
-    """Languages to keep, by their ISO code; any: all."""
+    """ISO codes of the languages to keep. any keeps all languages."""
     min_tokens: int = option(128)
-    """Leave out documents with fewer tokens. Without --tokenizer-type (or with --vocab-file alone,
-    which means GPT-2's) words and punctuation marks are counted instead."""
+    """Minimum number of tokens of a document. Shorter documents are left out. Without
+    --tokenizer-type, words and punctuation marks are counted; --vocab-file alone selects GPT-2's
+    tokenizer."""
     no_ftfy: bool = option(False)
-    """Do not repair the texts."""
+    """Do not repair texts."""
 
 
 def cleanup(config: CleanupConfig, tokenizer: TokenizerConfig, running: LineJobConfig) -> JobReport:
@@ -75,7 +76,7 @@ def cleanup(config: CleanupConfig, tokenizer: TokenizerConfig, running: LineJobC
     elif tokenizer.tokenizer_type is None:
         counting = replace(tokenizer, tokenizer_type="GPT2BPETokenizer")
     if counting is not None:
-        build_tokenizer(counting)  # reports its errors before anything is read
+        build_tokenizer(counting)  # report errors before any work is done
     return run_step(
         config,
         running,
@@ -89,7 +90,7 @@ def cleanup(config: CleanupConfig, tokenizer: TokenizerConfig, running: LineJobC
 
 
 def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> RecordStep:
-    """Repair a text, then check its language, then its length."""
+    """Return the step that repairs a text, then checks its language and length."""
     language_of = None if "any" in config.lang else language_finder()
     is_short = short_finder(config.min_tokens, tokenizer)
 
@@ -122,21 +123,22 @@ def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> R
 
 @functools.cache
 def language_finder() -> Callable[[str], str]:
-    """Return a function from a text to the code of its language (ISO 639-1 or -3), "zxx" without
-    words. The model is py3langid's: datatrove's language filter downloads fastText's."""
+    """Return a function that returns the language code of a text (ISO 639-1 or -3), or "zxx" if the
+    text has no words. The model is py3langid's. datatrove's language filter would download
+    fastText's."""
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
     return lambda text: identifier.classify(text[:_LANGUAGE_CHARACTERS])[0]
 
 
 def short_finder(min_tokens: int, config: TokenizerConfig | None) -> Callable[[str], bool]:
-    """Return a function: True if a text has fewer than `min_tokens` tokens, or words and marks
-    without tokenizer."""
+    """Return a function that returns whether a text has fewer than `min_tokens` tokens. Without a
+    tokenizer, words and punctuation marks are counted."""
     if config is None:
         return lambda text: sum(1 for _ in _WORD_OR_MARK.finditer(text)) < min_tokens
     tokenizer = build_tokenizer(config)
 
     def is_short(text: str) -> bool:
-        # The rest of a text can change the last word of its beginning, no more: one to spare.
+        # The text after the prefix can only change the prefix's last token.
         beginning = text[: _CHARACTERS_PER_TOKEN * min_tokens]
         may_be = len(tokenizer.tokenize(beginning)) <= min_tokens
         return may_be and len(tokenizer.tokenize(text)) < min_tokens
@@ -146,23 +148,24 @@ def short_finder(min_tokens: int, config: TokenizerConfig | None) -> Callable[[s
 
 @dataclass(frozen=True)
 class FixConfig:
-    """Filtering and repairing documents."""
+    """Options for filtering and repairing documents."""
 
     input_files: tuple[str, ...] = option((), aliases=("--input",))
     """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     tasks: tuple[str, ...] = option(())
-    """What to do: remove_512 (documents of fewer than 512 characters), remove_256_javascript
-    (fewer than 256, and the word javascript), remove_512_non_english (fewer than 512, and another
-    language than English), ftfy_fix_text, general_cleaning (runs of spaces, and line breaks inside
-    sentences, become one space)."""
+    """Filters and repairs to apply. remove_512 drops documents with fewer than 512 characters,
+    remove_256_javascript documents with fewer than 256 that contain the word javascript, and
+    remove_512_non_english documents with fewer than 512 that are not in English. ftfy_fix_text
+    repairs Unicode. general_cleaning replaces runs of spaces, and line breaks within sentences, by
+    one space."""
     output_path: str | None = option(None)
-    """Folder for NAME_cleaned.json and NAME_filtered.json of each file NAME.json."""
+    """Folder to write to. Each file NAME.json becomes NAME_cleaned.json and NAME_filtered.json."""
     text_key: str = option("text")
-    """Key of the text."""
+    """Key of the text in each record."""
 
 
 def fix(config: FixConfig, running: LineJobConfig) -> JobReport:
-    """Write two files for each input: the documents kept, and those filtered out."""
+    """Write two files for each input: the documents that are kept and the removed ones."""
     files, tasks, folder = required(config, "input_files", "tasks", "output_path")
     known = (*FILTERS, *REPAIRS)
     for task in tasks:
@@ -181,7 +184,7 @@ def fix(config: FixConfig, running: LineJobConfig) -> JobReport:
 
 
 def _fix_step(config: FixConfig) -> RecordStep:
-    """Filters first, then repairs, regardless of the order of the tasks."""
+    """Return the step that applies the filters, and then the repairs."""
     language_of = language_finder() if "remove_512_non_english" in config.tasks else None
     all_filters: dict[str, Callable[[str], bool]] = {
         "remove_512": lambda text: len(text) < 512,
@@ -213,13 +216,13 @@ def _fix_step(config: FixConfig) -> RecordStep:
 
 
 def repaired(text: str) -> str:
-    """Return the text as `ftfy.fix_text` repairs it, line by line, up to runs of combining marks
-    that `normalized` leaves as they are."""
+    """Repair a text line by line, as `ftfy.fix_text` does. Very long runs of combining marks, which
+    `normalized` skips, are left unchanged."""
     pieces, done, config = [], 0, _REPAIRS
     while match := _SUSPICIOUS.search(text, done):
         start = text.rfind("\n", done, match.start()) + 1 or done
         end = text.find("\n", match.start()) + 1 or len(text)
-        if "<" in text[done:end]:  # the text, or what follows, is HTML, where entities have a use
+        if "<" in text[done:end]:  # HTML may start here, in which entities are intended
             config = config._replace(unescape_html=False)
         pieces += [text[done:start], _repaired_line(text[start:end], config)]
         done = end
@@ -235,6 +238,5 @@ def _repaired_line(line: str, config: ftfy.TextFixerConfig) -> str:
 
 
 def tidied(text: str) -> str:
-    """Return one space for each run of spaces, and for line breaks that follow a letter or
-    digit."""
+    """Replace runs of spaces, and line breaks after a letter or digit, by one space."""
     return _LINE_ENDS_AND_RUNS.sub(" ", text)

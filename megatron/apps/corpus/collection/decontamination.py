@@ -1,9 +1,9 @@
-"""Cuts out of a corpus the n-grams of words that it shares with evaluation sets.
+"""Removal of the word n-grams that a corpus shares with evaluation sets.
 
-The rule of GPT-3 (Brown et al. 2020, appendix C) in the form of Megatron's script: texts that share
-a run of 13 words with an evaluation set lose it together with 200 characters on both sides, up to
-the ends of the sentences there; pieces under 200 characters are dropped, and documents cut in more
-than 10 places are dropped completely.
+This is the rule of GPT-3 (Brown et al. 2020, appendix C) as implemented in Megatron's script. Where
+a text shares 13 consecutive words with an evaluation set, they are cut out together with 200
+characters on both sides, up to the nearest ends of sentences. Pieces of fewer than 200 characters
+are dropped. A document that is cut in more than 10 places is dropped completely.
 
 datatrove's decontamination drops every document with a match, needs lighteval for its index, and
 took 9 CPU seconds where this takes 1 (LAMBADA in 1,000 documents of OpenWebText).
@@ -51,38 +51,39 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """Cutting out n-grams of evaluation sets."""
+    """Options for removing n-grams of evaluation sets."""
 
     tasks: tuple[str, ...] = option(())
-    """Evaluation sets known by name: lambada, whose file is --lambada-path."""
+    """Built-in evaluation sets. Only lambada is available; --lambada-path is its file."""
     lambada_path: str | None = option(None)
-    """LAMBADA as JSON lines with the key text."""
+    """LAMBADA as JSON lines, with the text under the key text."""
     task_file: tuple[str, ...] = option(())
-    """Further evaluation sets: FILE:KEY for the texts under a key of JSON lines or in a column of
-    a .tsv file (GLUE), FOLDER:KEY for those of all files of a folder (RACE), FILE for a text file
-    with a text on each line (WikiText); plain or compressed."""
+    """Further evaluation sets, plain or compressed. FILE:KEY reads the texts under a key of JSON
+    lines or in a column of a .tsv file (GLUE), FOLDER:KEY the texts in all files of a folder
+    (RACE), and FILE a text file with one text per line (WikiText)."""
     dedup_dataset: tuple[str, ...] = option(())
-    """The corpus, JSON lines, and the key of its text: corpus.json text."""
+    """JSON-lines corpus, followed by the key of its text, for example corpus.json text."""
     output: str | None = option(None)
-    """The JSON-lines file to write, compressed if its name ends in .gz or .zst. Without it, only
+    """JSON-lines file to write, compressed if its name ends in .gz or .zst. Without this flag, only
     --save-dictionary is written."""
     max_ngram_size: int = option(13)
-    """Words of an n-gram."""
+    """Number of words in an n-gram."""
     min_ngram_size: int = option(8)
-    """Evaluation texts with fewer words are skipped; texts with more, up to --max-ngram-size, form
-    one n-gram."""
+    """Minimum number of words in an evaluation text. Shorter texts are skipped. A text with at
+    least this many words, but fewer than --max-ngram-size, is a single n-gram."""
     filter_text_char_len: int = option(200)
-    """Pieces of fewer characters are dropped."""
+    """Minimum number of characters in a piece. Shorter pieces are dropped."""
     key_threshold: int = option(10)
-    """n-grams that the corpus has this often or more are common phrases, and stay (0: cut all)."""
+    """Number of occurrences from which an n-gram is a common phrase, which is not cut. 0 cuts
+    all."""
     splits_count: int = option(10)
-    """Documents cut in more places are dropped."""
+    """Maximum number of cuts in a document. Documents with more cuts are dropped."""
     remove_char_each_side: int = option(200)
-    """Characters cut on both sides of an n-gram, and on to the ends of the sentences."""
+    """Number of characters to cut on both sides of an n-gram, up to the ends of sentences."""
     save_dictionary: str | None = option(None)
-    """JSON file for the n-grams that are cut, and how often the corpus has them."""
+    """JSON file for the n-grams to cut, with their number of occurrences in the corpus."""
     load_dictionary: str | None = option(None)
-    """Such a file, instead of evaluation sets: the corpus is read once, not twice."""
+    """File from --save-dictionary to use instead of evaluation sets, to read the corpus once."""
 
     def check(self) -> None:
         required(self, "dedup_dataset")
@@ -114,13 +115,13 @@ class FilterConfig:
 
 
 class FilterReport(NamedTuple):
-    ngrams: int  # in the evaluation sets
-    found: int  # in the corpus, too, and no common phrases
-    common: int  # in the corpus --key-threshold times or more
+    ngrams: int  # number of n-grams in the evaluation sets
+    found: int  # number of these in the corpus, without common phrases
+    common: int  # number of common phrases (at least --key-threshold times in the corpus)
     filtered: JobReport | None
     sets: Mapping[str, tuple[int, int]] = MappingProxyType({})
-    """Counts for each evaluation set: texts that share an n-gram, other than a common phrase, with
-    the corpus, and all texts long enough to have one."""
+    """Two counts for each evaluation set: its texts that share an n-gram with the corpus (common
+    phrases excluded), and its texts that are long enough to contain an n-gram."""
 
     def __str__(self) -> str:
         head = (
@@ -135,7 +136,7 @@ class FilterReport(NamedTuple):
 
 
 def filter_ngrams(config: FilterConfig, running: LineJobConfig) -> FilterReport:
-    """Count the n-grams of evaluation sets in a corpus, then cut the rare ones out."""
+    """Count the n-grams of evaluation sets in a corpus, then cut out all but common phrases."""
     config.check()
     corpus, key = json_inputs(config.dedup_dataset[:1]), config.dedup_dataset[1]
     target = Path(config.output or f"{config.save_dictionary}")
@@ -181,8 +182,8 @@ def _cut(
 
 
 def ngrams_of_sets(config: FilterConfig) -> dict[str, list[frozenset[str]]]:
-    """Return the n-grams of every text of every evaluation set, by its name in the flags. Raises
-    ValueError for a malformed line, or a set without any n-gram."""
+    """Return the n-grams of every text of each evaluation set, keyed by the set as given in the
+    flags. Raises ValueError if a line is malformed, or if a set has no n-grams."""
     files = [f"{config.lambada_path}:text"] if "lambada" in config.tasks else []
     sets: dict[str, list[frozenset[str]]] = {}
     for file in [*files, *config.task_file]:
@@ -198,7 +199,8 @@ def ngrams_of_sets(config: FilterConfig) -> dict[str, list[frozenset[str]]]:
 def count_ngrams(
     corpus: list[Path], key: str, ngrams: frozenset[str], counted: Path, running: LineJobConfig
 ) -> dict[str, int]:
-    """Count each n-gram in a corpus; the counts are kept in a file in case the run is stopped."""
+    """Count each n-gram in a corpus. The counts are stored in the file `counted`, so that a
+    repeated run can reuse them."""
     job = LineJob(
         "filter_ngrams counting",
         corpus,
@@ -232,7 +234,7 @@ def _count_step(ngrams: frozenset[str], key: str) -> RecordStep:
 
 
 def _cut_step(config: FilterConfig, ngrams: frozenset[str], name: str) -> RecordStep:
-    """Cut documents; the split_id of a piece begins with `name`."""
+    """Return the step that cuts documents. `name` becomes part of each piece's split_id."""
     matcher, key = Matcher(ngrams), config.dedup_dataset[1]
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
@@ -263,8 +265,7 @@ def _cut_step(config: FilterConfig, ngrams: frozenset[str], name: str) -> Record
 
 
 def load_dictionary(path: Path) -> dict[str, int]:
-    """Return the content of the file of --save-dictionary. Raises ValueError if it has another
-    form."""
+    """Read a file that --save-dictionary wrote. Raises ValueError for any other content."""
     try:
         ngrams = json.loads(path.read_bytes())["ngrams"]
         if all(isinstance(c, int) and len(n.split(" ")) > 1 for n, c in ngrams.items()):
@@ -279,13 +280,13 @@ def _hash(ngrams: frozenset[str]) -> str:
 
 
 def words_of(text: str) -> list[tuple[str, int, int]]:
-    """Return words in lower case, with start and end in the text."""
+    """Return the lower-case words of a text, each with its start and end in the text."""
     return [(match[0].lower(), match.start(), match.end()) for match in _WORD.finditer(text)]
 
 
 def ngrams_of_task(text: str, shortest: int, longest: int) -> Iterator[str]:
-    """Yield the n-grams of an evaluation text: all runs of `longest` words, joined by spaces. A
-    text of fewer words, but at least `shortest`, is one n-gram; a shorter one has none."""
+    """Yield the n-grams of an evaluation text: every run of `longest` words, joined by spaces. A
+    shorter text is a single n-gram if it has at least `shortest` words; otherwise it has none."""
     words = [word for word, _, _ in words_of(text)]
     if shortest <= len(words) < longest:
         yield " ".join(words)
@@ -295,19 +296,18 @@ def ngrams_of_task(text: str, shortest: int, longest: int) -> Iterator[str]:
 
 class Matcher:
     def __init__(self, ngrams: Iterable[str]) -> None:
-        """n-grams of two words or more, in lower case, joined by single spaces."""
+        """``ngrams`` are lower-case, have two or more words, and are joined by single spaces."""
         self._ngrams: frozenset[str] = frozenset(ngrams)
         lengths: dict[tuple[str, str], set[int]] = {}
         for ngram in self._ngrams:
             words = ngram.split(" ")
             assert len(words) > 1
             lengths.setdefault((words[0], words[1]), set()).add(len(words))
-        # Few places of a text begin with two words that an n-gram begins with.
+        # An index by the first two words is fast, because few positions in a text match a pair.
         self._lengths = {pair: sorted(pair_lengths) for pair, pair_lengths in lengths.items()}
 
     def __call__(self, text: str) -> list[tuple[str, Span]]:
-        """Return each n-gram of a text and the characters that it covers, in the order of their
-        start."""
+        """Return the n-grams in a text, ordered by start, each with its span of characters."""
         located = words_of(text)
         words = [word for word, _, _ in located]
         matches = []
@@ -320,9 +320,9 @@ class Matcher:
 
 
 def cuts(text: str, spans: Iterable[Span], margin: int) -> list[Span]:
-    """Return the spans to cut from a text, in order, which neither meet nor overlap. Each reaches
-    from the end of the sentence that is `margin` characters before an n-gram to the end of the
-    sentence that is as far after it."""
+    """Return the spans to cut from a text, in order and separated from each other. A span starts at
+    the last end of a sentence at least `margin` characters before an n-gram. It ends at the first
+    end of a sentence more than `margin` characters after the n-gram."""
     ends = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
     merged: list[Span] = []
     for start, end in sorted(spans):
@@ -336,22 +336,24 @@ def cuts(text: str, spans: Iterable[Span], margin: int) -> list[Span]:
 
 
 def pieces(text: str, removed: Iterable[Span], min_characters: int) -> list[str]:
-    """Return the pieces of a text between the cuts, without white space around them."""
+    """Return the pieces of a text that are left between the cuts, stripped of white space. Pieces
+    with fewer than `min_characters` characters are dropped."""
     ends = [0, *itertools.chain.from_iterable(removed), len(text)]
     parts = (text[start:end].strip() for start, end in zip(ends[::2], ends[1::2], strict=True))
     return [part for part in parts if len(part) >= max(min_characters, 1)]
 
 
 def task_texts(file: str) -> Iterator[str]:
-    """Yield the texts of FILE:KEY, FOLDER:KEY or FILE:
+    """Yield the texts of an evaluation set, given as FILE:KEY, FOLDER:KEY or FILE.
 
-    - KEY of JSON lines: a string, or strings in lists, such as RACE's ``questions`` and
-      ``options``; of a folder, in all of its .txt and .json files, as RACE has them.
-    - KEY of a .tsv file: a column by its name in the first line, or by its number from 0 in a file
-      without such a line, as CoLA's.
-    - without KEY, the lines of a text file, such as WikiText's.
+    - KEY of JSON lines: a string, or strings in nested lists, such as RACE's ``questions`` and
+      ``options``. In a folder, all .txt and .json files are read, as RACE requires.
+    - KEY of a .tsv file: the name of a column in the first line, or the number of a column, from 0,
+      if the file has no header line (CoLA).
+    - No KEY: the lines of a text file, such as WikiText's.
 
-    Raises FileNotFoundError; ValueError, which names file and line, for a malformed line.
+    Raises FileNotFoundError if the file is missing, and ValueError, naming file and line, if a line
+    is malformed.
     """
     path, key = Path(file), ""
     if not path.exists() and ":" in file:
@@ -391,7 +393,7 @@ def _of_records(path: Path, key: str) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the strings in lists at any depth, in their order."""
+    """Yield the strings in nested lists, in order."""
     left = [value]
     while left:
         value = left.pop()

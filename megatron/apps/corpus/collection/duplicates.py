@@ -1,9 +1,10 @@
-"""Near-duplicates: MinHash, locality-sensitive hashing, verification; groups, and removal.
+"""Search for near-duplicates by MinHash and locality-sensitive hashing, and their grouping and
+removal.
 
-The signature of a document is cut into bands; documents with an equal band are candidates. Of two
-with Jaccard similarity J, and signatures of b bands of r values, that happens with probability 1 -
-(1 - J^r)^b (Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, section 3.4). Candidates whose
-signatures are alike are compared shingle by shingle, so that reported similarities are exact.
+A document's signature is divided into bands. Two documents with an equal band are candidates. With
+b bands of r values, documents of Jaccard similarity J are candidates with probability 1 - (1 -
+J^r)^b (Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, section 3.4). Candidates with
+similar signatures are compared shingle by shingle, so the reported similarities are exact.
 """
 
 from __future__ import annotations
@@ -46,37 +47,40 @@ from megatron.config import ConfigError
 from megatron.config.flags import option
 from megatron.util.digests import sha256
 
-_ALL_PAIRS = 50  # documents of one bucket up to which each is compared with each
-_DEVIATIONS = 4.0  # an estimate this many standard deviations below the threshold is still verified
+_ALL_PAIRS = 50  # size of the largest bucket in which all pairs are compared
+# standard deviations below the threshold down to which estimated similarities are verified
+_DEVIATIONS = 4.0
 _ROWS_AT_A_TIME = 1 << 16
 
 
 @dataclass(frozen=True)
 class DuplicateConfig:
-    """Finding near-duplicates."""
+    """Options for finding near-duplicates."""
 
     inputs: tuple[str, ...] = option((), aliases=("--input",))
-    """JSON-lines files, plain or compressed, each followed by the key of its ids: cc.json cc_id
-    news.json url."""
+    """JSON-lines files, plain or compressed, each followed by the key of its document ids, for
+    example cc.json cc_id news.json url."""
     output: str | None = option(None)
-    """File of the duplicates found: a line {"id": [{"other id": similarity}, ...]} each."""
+    """File for the near-duplicates, with lines {"id": [{"other id": similarity}, ...]}."""
     text_key: str = option("text")
-    """Key of the text."""
+    """Key of the text in each record."""
     threshold: float = option(0.7)
-    """Least similarity of near-duplicates."""
+    """Minimum similarity of two documents that count as near-duplicates."""
     jaccard: str = option("union", choices=("union", "min", "max"))
-    """Shared shingles divided by the size of the union, of the smaller set or of the larger set."""
+    """Denominator of the similarity, by which the number of shared shingles is divided: the size of
+    the union, of the smaller set, or of the larger set."""
     num_seeds: int = option(252)
-    """Values of a MinHash signature."""
+    """Number of values in a MinHash signature."""
     num_bands: int = option(42)
-    """Bands that the signature is cut into."""
+    """Number of bands into which a signature is divided. --num-seeds must be a multiple of it."""
     heuristic_iter: int = option(-1)
-    """In a bucket of many documents, one is compared with all others, and those similar to it are
-    removed from the bucket; at most this often (-1: until none is left)."""
+    """Maximum number of comparison rounds in a large bucket; -1 means no limit. Each round compares
+    one document with all others and removes the similar ones from the bucket."""
     save_fingerprints: str | None = option(None)
-    """Folder to keep the fingerprints of --inputs in, for other runs."""
+    """Folder in which to keep the fingerprints of --inputs for later runs."""
     load_fingerprints: tuple[str, ...] = option(())
-    """Folders of --save-fingerprints to compare with, besides --inputs, and before them."""
+    """Folders written by --save-fingerprints, to compare with --inputs. Their documents come before
+    those of --inputs."""
     seed: int = option(1234)
     """Seed of the hash functions."""
 
@@ -98,9 +102,9 @@ class DuplicateConfig:
 
 class DuplicateReport(NamedTuple):
     documents: int
-    candidates: int  # pairs whose signatures share a band
-    verified: int  # candidates compared shingle by shingle
-    pairs: int  # pairs at or above the threshold
+    candidates: int  # number of pairs whose signatures share a band
+    verified: int  # number of candidates that were compared shingle by shingle
+    pairs: int  # number of pairs at or above the threshold
 
     def __str__(self) -> str:
         return (
@@ -110,7 +114,7 @@ class DuplicateReport(NamedTuple):
 
 
 def find_duplicates(config: DuplicateConfig, running: LineJobConfig) -> DuplicateReport:
-    """Write the pairs of near-duplicates. The fingerprints of a stopped run are used."""
+    """Write the pairs of near-duplicates, reusing an interrupted run's fingerprints."""
     config.check()
     output = Path(config.output or "")
     work = Path(config.save_fingerprints or f"{output}.fingerprints")
@@ -136,7 +140,7 @@ def find_duplicates(config: DuplicateConfig, running: LineJobConfig) -> Duplicat
 def lines_of(
     pairs: dict[tuple[int, int], float], documents: FingerprintedDocuments
 ) -> Iterator[bytes]:
-    """Yield pairs as lines, by the first document of each, in the order of the input."""
+    """Yield the output lines, one for each document that is first in a pair, in input order."""
     others: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (first, second), value in pairs.items():
         others[first].append((second, value))
@@ -146,7 +150,7 @@ def lines_of(
 
 
 class DuplicateSearch:
-    """Search of the pairs of documents that are at or above the threshold."""
+    """Search for all pairs of documents whose similarity reaches the threshold."""
 
     def __init__(self, documents: FingerprintedDocuments, config: DuplicateConfig) -> None:
         self.documents = documents
@@ -161,7 +165,8 @@ class DuplicateSearch:
         self._compared: set[tuple[int, int]] = set()
 
     def pairs(self) -> dict[tuple[int, int], float]:
-        """Return the similarity by the numbers of two documents, the smaller one first."""
+        """Return the similarity of each pair of near-duplicates, keyed by document numbers, the
+        smaller one first."""
         width = self.documents.seeds // self._config.num_bands
         for band in range(self._config.num_bands):
             keys = _band_keys(self.documents.columns_DS(band * width, (band + 1) * width))
@@ -195,7 +200,8 @@ class DuplicateSearch:
 
     def _least_estimate(self) -> float:
         if self._config.jaccard != "union":
-            return 0.0  # the estimate is of Jaccard's, which may be small where these are large
+            # the signatures estimate Jaccard similarity, which may be far below min or max
+            return 0.0
         threshold = self._config.threshold
         deviation = (threshold * (1 - threshold) / self.documents.seeds) ** 0.5
         return threshold - _DEVIATIONS * deviation
@@ -213,7 +219,7 @@ class DuplicateSearch:
 
 
 def _band_keys(band_DR: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """Return 64 bits for each row; equal rows have equal ones."""
+    """Return a 64-bit key for each row. Equal rows have equal keys."""
     keys = np.zeros(len(band_DR), np.uint64)
     for column in range(band_DR.shape[1]):
         keys = (keys ^ (keys >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -222,7 +228,7 @@ def _band_keys(band_DR: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
 
 
 def _buckets(keys: npt.NDArray[np.uint64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield numbers of documents with equal keys, ascending, where there are several."""
+    """Yield, for each key that several documents share, their numbers in ascending order."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
@@ -234,14 +240,14 @@ def _buckets(keys: npt.NDArray[np.uint64]) -> Iterator[npt.NDArray[np.int64]]:
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """Grouping near-duplicates."""
+    """Options for grouping near-duplicates."""
 
     input: str | None = option(None)
-    """The file that find_duplicates.py wrote."""
+    """File written by find_duplicates.py."""
     output: str | None = option(None)
-    """File of the groups: a line {"number": ["id", ...]} each."""
+    """File for the groups, with lines {"number": ["id", ...]}."""
     threshold: float = option(0.7)
-    """Minimum similarity of two documents in a group; not below the search's minimum."""
+    """Minimum similarity of two documents to be grouped. The search's threshold applies, too."""
 
 
 class GroupReport(NamedTuple):
@@ -256,8 +262,8 @@ class GroupReport(NamedTuple):
 
 
 def group_duplicates(config: GroupConfig, running: LineJobConfig) -> GroupReport:
-    """Write the connected components of the pairs. The ids of a group are in the order of the file,
-    so that the first document comes first."""
+    """Write the connected components of the pairs as groups. The ids in a group are in the order of
+    the input file, so that the group's first document comes first."""
     pairs, output = required(config, "input", "output")
     parents: dict[str, str] = {}
 
@@ -280,8 +286,8 @@ def group_duplicates(config: GroupConfig, running: LineJobConfig) -> GroupReport
 
 
 def read_pairs(path: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield the pairs in a file of find_duplicates.py. Raises ValueError if a line has another
-    form."""
+    """Yield the pairs in a file that find_duplicates.py wrote, with their similarity. Raises
+    ValueError if a line is malformed."""
     for record in read_records(path):
         try:
             for first, others in record.fields.items():
@@ -296,24 +302,24 @@ def read_pairs(path: Path) -> Iterator[tuple[str, str, float]]:
 
 @dataclass(frozen=True)
 class RemoveConfig:
-    """Removing near-duplicates."""
+    """Options for removing near-duplicates."""
 
     groups: str | None = option(None)
-    """The file that group_duplicate_url.py wrote."""
+    """File written by group_duplicate_url.py."""
     input: tuple[str, ...] = option(())
     """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
+    """JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     removed: str | None = option(None)
-    """A file for the documents left out."""
+    """File for the documents that are removed."""
     id_key: str = option("url")
-    """Key of the ids."""
+    """Key of the document id in each record."""
     text_key: str = option("text")
-    """Key of the text, to count the characters left out."""
+    """Key of the text. It is only used to count the characters of removed documents."""
 
 
 def remove_duplicates(config: RemoveConfig, running: LineJobConfig) -> JobReport:
-    """Write the documents, without all but the first of each group."""
+    """Write all documents except those that come after the first of their group."""
     groups, inputs, output = required(config, "groups", "input", "output")
     ids: set[str] = set()
     for record in read_records(Path(groups)):

@@ -1,12 +1,12 @@
-"""MinHash signatures, ids and texts of documents on disk, in which `duplicates` searches.
+"""MinHash signatures, ids and texts of documents on disk, which `duplicates` searches.
 
-A folder per input file, complete once about.json exists:
+Each input file has a folder, which is complete once about.json exists:
 
-    about.json       how it was made
+    about.json       settings that the fingerprints were made with
     signatures.u32   MinHash signatures, uint32[documents, seeds]
-    ids.jsonl        an id a line
+    ids.jsonl        one id per line
     texts.bin        the texts, each compressed with zstd
-    sizes.i64        bytes of each in texts.bin, int64[documents]
+    sizes.i64        bytes of each text in texts.bin, int64[documents]
 
 Shape suffixes: D documents, S seeds (values of a signature).
 """
@@ -32,21 +32,21 @@ from megatron.apps.corpus.collection.line_job import LineJob, LineJobConfig, run
 from megatron.util.digests import hash64
 
 CHARACTERS = 5  # length of a shingle, as in Megatron's scripts
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, made odd
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio, made odd
 _MIXER = np.uint64(0xD6E8FEB86659FD93)
 _FILES = ("signatures.u32", "ids.jsonl", "texts.bin", "sizes.i64")
 _LINE_FEED = 10
 
 
 def shingle_hashes(text: str) -> npt.NDArray[np.uint64]:
-    """Return a hash of 64 bits for each run of 5 characters, in order, repeated ones included. A
-    text of fewer characters is one shingle; the empty text has none."""
+    """Return a 64-bit hash for each run of 5 characters, in order and with repetitions. A shorter
+    text is a single shingle; an empty text has none."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
     width = min(CHARACTERS, len(codes))
     hashes = np.zeros(len(codes) - width + 1 if width else 0, np.uint64)
     for offset in range(width):
         hashes = hashes * _MULTIPLIER + codes[offset : offset + len(hashes)] + np.uint64(1)
-    # A polynomial alone maps similar shingles to similar numbers.
+    # Mix the bits, because the polynomial alone maps similar shingles to similar values.
     hashes ^= hashes >> np.uint64(32)
     hashes *= _MIXER
     hashes ^= hashes >> np.uint64(32)
@@ -54,9 +54,9 @@ def shingle_hashes(text: str) -> npt.NDArray[np.uint64]:
 
 
 def signature_S(text: str, seeds: int, seed: int) -> npt.NDArray[np.uint32]:
-    """Return the MinHash signature of `seeds` values: two texts agree in a value with the
-    probability of their Jaccard similarity. `seed` is the hash functions'."""
-    hashes = shingle_hashes(text)  # repeated shingles change no minimum
+    """Return a text's MinHash signature of `seeds` values. The probability that two texts have the
+    same value at an index is their Jaccard similarity. `seed` initialises the hash functions."""
+    hashes = shingle_hashes(text)  # repetitions do not change a minimum
     offsets = np.array([0, len(hashes)], np.uint64)
     digests = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, seeds, seed)
     return np.array(digests.to_rows()[0], np.uint32)
@@ -65,9 +65,9 @@ def signature_S(text: str, seeds: int, seed: int) -> npt.NDArray[np.uint32]:
 def similarity(
     first: npt.NDArray[np.uint64], second: npt.NDArray[np.uint64], kind: str = "union"
 ) -> float:
-    """Return the shingles that two texts have in common, over those in both together ("union":
-    Jaccard's; "min" and "max": over the smaller or larger set); 1 for two empty ones. The hashes of
-    each text are different and sorted."""
+    """Return the similarity of two texts, given their distinct shingle hashes in ascending order.
+    It is the number of shared shingles divided by the size of the union (Jaccard similarity), of
+    the smaller set ("min") or of the larger set ("max"). Two empty texts have similarity 1."""
     if not len(first) or not len(second):
         return float(len(first) == len(second))
     common = len(np.intersect1d(first, second, assume_unique=True))
@@ -83,11 +83,11 @@ def similarity(
 class FingerprintConfig:
     id_key: str
     text_key: str
-    seeds: int  # values of a signature
-    seed: int  # of the hash functions
+    seeds: int  # number of values in a signature
+    seed: int  # seed of the hash functions
 
     def made_by(self) -> dict[str, Any]:
-        """Return the settings that fingerprints to compare must have in common."""
+        """Return the settings that must be equal for two sets of fingerprints to be comparable."""
         return {
             "seeds": self.seeds,
             "seed": self.seed,
@@ -99,7 +99,7 @@ class FingerprintConfig:
 def make_fingerprints(
     path: Path, config: FingerprintConfig, folder: Path, running: LineJobConfig
 ) -> None:
-    """Write the fingerprints of a file, unless they exist. Errors: see `line_job.run`."""
+    """Write the fingerprints of a file unless they exist. Raises the errors of `line_job.run`."""
     job = LineJob(
         "find_duplicates",
         [path],
@@ -137,7 +137,7 @@ def _fingerprint_step(config: FingerprintConfig) -> RecordStep:
 
 class Fingerprints:
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError, which names the folder, if it is incomplete or damaged."""
+        """Open a folder of fingerprints. Raises ValueError if it is incomplete or damaged."""
         self.folder = folder
         try:
             about = json.loads((folder / "about.json").read_bytes())
@@ -175,11 +175,11 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
 
 
 class FingerprintedDocuments:
-    """The documents of several folders, numbered consecutively."""
+    """Documents in several folders of fingerprints, numbered consecutively."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Raises ValueError if a folder is damaged, two were made in different ways, or an id
-        occurs twice."""
+        """Open the folders. Raises ValueError if a folder is damaged, if two were made with
+        different settings, or if an id occurs twice."""
         self._parts = [Fingerprints(folder) for folder in folders]
         self._starts = np.cumsum([0, *map(len, self._parts)])
         first = self._parts[0]
@@ -200,7 +200,7 @@ class FingerprintedDocuments:
         return np.concatenate([part.signatures_DS[:, start:end] for part in self._parts])
 
     def signatures_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-        """Return signatures, uint32[len(documents), S]."""
+        """Return the signatures of the given documents, uint32[len(documents), S]."""
         rows = np.empty((len(documents), self.seeds), np.uint32)
         parts = np.searchsorted(self._starts, documents, "right") - 1
         for number in np.unique(parts):
@@ -214,7 +214,7 @@ class FingerprintedDocuments:
         return json.loads(part.id_line(index))
 
     def _shingles_of(self, document: int) -> npt.NDArray[np.uint64]:
-        """Return the different shingle hashes of a text, sorted."""
+        """Return the distinct shingle hashes of a document, in ascending order."""
         part, index = self._find(document)
         return np.unique(shingle_hashes(part.text_of(index)))
 

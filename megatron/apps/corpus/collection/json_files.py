@@ -1,4 +1,4 @@
-"""JSON-lines files: records of input lines, and outputs that appear when they are complete."""
+"""JSON-lines files: records of input lines, and outputs that appear only when complete."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron.apps.corpus.preprocessing.inputs import LineBatch, read_batches
 from megatron.features.raw_text.records import BadLine, is_too_deep, long_line, texts_of_line
 from megatron.util.files import Lock, LockTakenError, naming, sync, write_whole
 
-_MAX_DEPTH = 500  # brackets inside brackets that Python still writes
+_MAX_DEPTH = 500  # maximum nesting that Python can write as JSON
 _PACKERS: dict[str, Callable[[], zlib._Compress | zstandard.ZstdCompressionObj]] = {
-    ".gz": lambda: zlib.compressobj(6, zlib.DEFLATED, 31),  # 31: a gzip member, without a time
+    ".gz": lambda: zlib.compressobj(6, zlib.DEFLATED, 31),  # 31: a gzip member without a timestamp
     ".zst": lambda: zstandard.ZstdCompressor(3).compressobj(),
 }
 
 
 class BadRecordError(Exception):
-    """A record that a step cannot use; its line is treated as malformed."""
+    """Raised by a step for a record that it cannot use. The record's line counts as malformed."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
@@ -41,23 +41,24 @@ class JsonRecord:
     fields: dict[str, Any]
 
     def value(self, key: str) -> Any:
-        """Return the value of a key. Raises BadRecordError if the record has no such key."""
+        """Return the value of a key. Raises BadRecordError if the record lacks the key."""
         if key not in self.fields:
             present = ", ".join(f'"{name}"' for name in list(self.fields)[:8]) or "none"
             raise BadRecordError(f'no key "{key}"', f"its keys: {present}")
         return self.fields[key]
 
     def unchanged(self) -> bytes:
-        """Return the line byte for byte, with one line feed at its end."""
+        """Return the original bytes of the line, ending with exactly one line feed."""
         return self.line.rstrip(b"\r\n") + b"\n"
 
     def replaced(self, **changes: Any) -> bytes:
-        """Return a line with some fields replaced or added; the others keep order and exact
-        value."""
+        """Return the record as a line, with fields replaced or added. Other fields keep their order
+        and exact values."""
         try:
-            fields = json.loads(self.line)  # keeps long integers, which orjson turns into floats
+            # json keeps long integers exactly; orjson converts them to floats
+            fields = json.loads(self.line)
             return json_line({**fields, **changes})
-        except (ValueError, RecursionError):  # a number of more than 4,300 digits
+        except (ValueError, RecursionError):  # raised for integers of over 4,300 digits
             try:
                 return orjson.dumps({**self.fields, **changes}) + b"\n"
             except TypeError as error:
@@ -70,7 +71,8 @@ def json_line(fields: dict[str, Any]) -> bytes:
 
 
 def records_of(batch: LineBatch, keys: Sequence[str] = ()) -> Iterator[JsonRecord | BadLine]:
-    """Yield the records of a batch; each has strings under `keys`. Blank lines are skipped."""
+    """Yield the records of a batch, or the reason why a line is malformed. Every record must
+    contain strings under `keys`. Blank lines are skipped."""
     for number, line in enumerate(batch.lines, batch.first_line):
         if too_long := long_line(line, number):
             yield too_long
@@ -86,7 +88,7 @@ def _record(path: Path, number: int, line: bytes, keys: Sequence[str]) -> JsonRe
         return BadLine(number, "nested too deeply", f"over {_MAX_DEPTH} levels")
     try:
         fields = orjson.loads(line)
-    except orjson.JSONDecodeError:  # NaN, or a lone surrogate, which no UTF-8 file can contain
+    except orjson.JSONDecodeError:  # NaN, or a lone surrogate, which cannot be written as UTF-8
         try:
             fields = json.loads(line)
             if rb"\u" in line:
@@ -99,8 +101,7 @@ def _record(path: Path, number: int, line: bytes, keys: Sequence[str]) -> JsonRe
 
 
 def read_records(path: Path, keys: Sequence[str] = ()) -> Iterator[JsonRecord]:
-    """Yield the records of a file. Raises ValueError, which names file and line, for a malformed
-    line."""
+    """Yield the records of a file. Raises ValueError, with file and line, if one is malformed."""
     for batch in read_batches([path]):
         for record in records_of(batch, keys):
             if isinstance(record, BadLine):
@@ -110,21 +111,22 @@ def read_records(path: Path, keys: Sequence[str] = ()) -> Iterator[JsonRecord]:
 
 @dataclass
 class BatchResult:
-    outputs: list[bytes]  # lines for each output
-    counts: Counter[str] = field(default_factory=Counter)  # events by name, for the report
+    outputs: list[bytes]  # concatenated lines for each output
+    # numbers of events by name, for the report
+    counts: Counter[str] = field(default_factory=Counter)
     bad_lines: list[BadLine] = field(default_factory=list)
     documents: int = 0
 
 
 BatchStep = Callable[[LineBatch], BatchResult]
 RecordStep = Callable[[JsonRecord, "Counter[str]"], Iterable[tuple[int, bytes]]]
-"""Gives number of output and line for everything to write; adds to the counts of the batch."""
+"""Function that yields pairs (output number, line) for a record, and counts events of the batch."""
 
 
 def map_records(
     batch: LineBatch, keys: Sequence[str], step: RecordStep, outputs: int
 ) -> BatchResult:
-    """Apply a step to each record of a batch; lines for outputs from `outputs` on are dropped."""
+    """Apply a step to each record of a batch. Output numbers from `outputs` on are dropped."""
     result = BatchResult([])
     lines: list[list[bytes]] = [[] for _ in range(outputs)]
     for record in records_of(batch, keys):
@@ -149,12 +151,12 @@ def partial_path(path: Path) -> Path:
 
 
 class OutputFile:
-    """A file, compressed as its name says, that grows from one checkpoint to the next. Each
-    checkpoint ends a gzip member or zstd frame, so that the bytes up to it are complete."""
+    """File that grows from one checkpoint to the next, compressed depending on its name. Each
+    checkpoint ends a gzip member or zstd frame, so that the bytes before it can be decompressed."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Open PATH.partial and truncate it to `size` bytes, its length at the last checkpoint.
-        Raises OSError if it cannot be written, or another process is writing it."""
+        """Open PATH.partial, and truncate it to `size` bytes, its length at the last checkpoint.
+        Raises OSError if it cannot be written, or if another process is writing to it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(path)
         try:
@@ -176,7 +178,7 @@ class OutputFile:
             self._file.write(data)
 
     def checkpoint(self) -> int:
-        """Write everything to the disk; return the size up to here, in bytes."""
+        """Sync everything to disk and return the file size in bytes."""
         with naming(self._file.name):
             if self._packer is not None:
                 self._file.write(self._packer.flush())
@@ -190,13 +192,13 @@ class OutputFile:
 
 
 def publish(path: Path) -> None:
-    """Give a file its name, unless that was done before."""
+    """Rename a complete PATH.partial to PATH. Does nothing if there is no PATH.partial."""
     if partial_path(path).exists():
         os.replace(partial_path(path), path)
 
 
 def write_packed(path: Path, data: bytes) -> None:
-    """Write a file at once, compressed as its name says."""
+    """Write a whole file at once, compressed depending on its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if data and (pack := _PACKERS.get(path.suffix)):
         packer = pack()

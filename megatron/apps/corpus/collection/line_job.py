@@ -1,8 +1,8 @@
-"""Applies a function to lines of files: in several processes, with progress, counts and resume.
+"""Application of a function to the lines of files, in several processes, with progress and resume.
 
-A journal next to the first output records the place in the input and the sizes of the outputs.
-Checkpoints follow fixed amounts of input, never the clock, so that a run that was killed and
-continued writes the same bytes as one that was not.
+A journal next to the first output records the position in the input and the sizes of the outputs.
+Checkpoints are made after fixed amounts of input, not at fixed times, so that a killed and resumed
+run writes the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _SHOWN_LINES = 5
 
 @dataclass(frozen=True)
 class LineJobConfig:
-    """Running: flags of all collection tools."""
+    """Options for running the job, shared by all collection tools."""
 
     on_bad_line: str = option("error", choices=("error", "skip"))
-    """On a malformed line: stop, or count, list and leave it out."""
+    """Handling of malformed lines: error stops the run; skip leaves them out and reports them."""
     workers: int = option(1, aliases=("--num-threads",))
-    """Processes that work on the documents; the output is the same for any number."""
+    """Number of processes that work on documents. The output does not depend on this number."""
     log_interval: int = option(100)
-    """Documents between two progress lines, which come once a second at most."""
+    """Number of documents between progress lines, which appear at most once per second."""
     checkpoint_interval: float = option(16.0)
-    """Megabytes of input after which a killed run can continue."""
+    """Megabytes of input between checkpoints, from which a killed run can resume."""
 
     def check(self) -> None:
         for name in ("workers", "log_interval", "checkpoint_interval"):
@@ -71,32 +71,32 @@ class LineJobConfig:
 
 @dataclass(frozen=True)
 class LineJob:
-    """Files to read and write, and the function of a record or batch between them."""
+    """Files to read and write, and the function that processes each record or batch."""
 
     tool: str
     inputs: Sequence[Path]
     outputs: Sequence[Path]
-    """All outputs; with `per_input`, first the outputs of the first input, then of the second
-    ..."""
+    """Output files. With `per_input`, the outputs of the first input come first."""
     prepare: Callable[[], RecordStep | BatchStep]
-    """Pickled, and called in each worker; the same batch gives the same result in all of them."""
+    """Function that returns the step. It is pickled and called in each worker. All workers' steps
+    must give the same result for a batch."""
     keys: Sequence[str] | None = ()
-    """Keys with a string in every record; None: the step has whole batches as arguments."""
-    # decide the output besides the inputs; JSON
+    """Keys that must have a string in every record. If None, the step processes whole batches."""
+    # JSON values on which the output depends, apart from the inputs
     settings: Mapping[str, Any] = field(default_factory=dict)
     per_input: bool = False
     reader: Callable[[Sequence[Path]], Iterable[LineBatch]] = read_batches
-    journal: Path | None = None  # path of the journal; None: next to the first output
+    journal: Path | None = None  # None: next to the first output
     resumable: bool = True
-    """False where a result depends on the documents before it: one process does all, and a run that
-    was stopped starts again."""
+    """False if a result depends on earlier documents. One process then does all the work, and an
+    interrupted run starts over."""
 
     @property
     def outputs_per_batch(self) -> int:
         return len(self.outputs) // (max(len(self.inputs), 1) if self.per_input else 1)
 
     def description(self) -> dict[str, Any]:
-        """Return the values that a journal must agree with to be continued."""
+        """Return the values that must equal those in a journal for the job to be resumed."""
         inputs = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in self.inputs]
         outputs, settings = list(map(str, self.outputs)), dict(self.settings)
         described = dict(tool=self.tool, inputs=inputs, outputs=outputs, settings=settings)
@@ -114,8 +114,9 @@ class LineJob:
 class JobReport:
     documents: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)  # malformed lines left out, by reason
-    shown: list[str] = field(default_factory=list)  # the first of these lines
+    # number of skipped malformed lines, by reason
+    bad: Counter[str] = field(default_factory=Counter)
+    shown: list[str] = field(default_factory=list)  # the first few of these lines, for the report
 
     def __str__(self) -> str:
         lines = [f"{self.documents:,} documents read"]
@@ -131,15 +132,16 @@ class JobReport:
 class _Journal(JobReport):
     description: dict[str, Any] = field(default_factory=dict)
     file: int = 0  # index of the current input
-    line: int = 1  # its first line that is not done
-    sizes: list[int] = field(default_factory=list)  # bytes of the outputs
+    line: int = 1  # first line of this input that is not processed
+    sizes: list[int] = field(default_factory=list)  # size of each output in bytes
     finished: bool = False
 
     def __post_init__(self) -> None:
         self.counts, self.bad = Counter(self.counts), Counter(self.bad)
 
     def add(self, batch: LineBatch, result: BatchResult, on_bad_line: str) -> None:
-        """Count a batch. Raises ValueError for a malformed line, unless these are to be skipped."""
+        """Count a processed batch. Raises ValueError for a malformed line unless these are
+        skipped."""
         for line in result.bad_lines:
             located = f"{batch.path}, line {line.number}: {line.reason} ({line.detail})"
             if on_bad_line == "error":
@@ -152,9 +154,9 @@ class _Journal(JobReport):
 
 
 def run(job: LineJob, config: LineJobConfig) -> JobReport:
-    """Run a job, or the rest of it; the outputs appear once it is complete. Raises ValueError for a
-    malformed line, unless they are skipped, or a damaged input; OSError if a file cannot be read or
-    written."""
+    """Run a job, or resume an interrupted one. The outputs appear once the job is complete. Raises
+    ValueError if an input is damaged, or if a line is malformed and such lines are not skipped.
+    Raises OSError if a file cannot be read or written."""
     config.check()
     _check_paths(job)
     if not job.resumable:
@@ -204,7 +206,7 @@ def _read_journal(path: Path, job: LineJob) -> _Journal:
 
 
 class _Work:
-    """A running job. Where each input has its own outputs, the outputs of one input are open."""
+    """A running job. With `per_input`, only the outputs of the current input are open."""
 
     def __init__(
         self, job: LineJob, config: LineJobConfig, journal: _Journal, journal_path: Path
@@ -233,7 +235,7 @@ class _Work:
                 self._checkpoint()
                 since_checkpoint = 0
         for file in range(len(job.inputs)):
-            self._open_outputs(file)  # creates outputs without lines, too
+            self._open_outputs(file)  # also creates empty outputs
         journal.finished = True
         self._checkpoint()
 
@@ -243,7 +245,8 @@ class _Work:
             output.close()
 
     def _remaining(self) -> Iterator[LineBatch]:
-        """Batches that are not done; they begin and end as in a run from the start."""
+        """Yield the batches that are not processed yet. Their boundaries are those of an
+        uninterrupted run."""
         inputs, line = self._job.inputs[self._journal.file :], self._journal.line
         for batch in self._job.reader(inputs):
             if batch.path != inputs[0] or batch.first_line >= line:
@@ -269,8 +272,8 @@ class _Work:
 
 
 def with_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return the words with those before the first flag as values of `flags`, in this order:
-    Megatron's scripts read their files without flags, as in `cleanup_dataset.py IN OUT`."""
+    """Insert `flags`, in order, before the arguments that precede the first flag. Megatron's
+    scripts accept files without flags, as in `cleanup_dataset.py IN OUT`."""
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     if count > len(flags):
         raise ConfigError(f"'{argv[len(flags)]}' is one word too many; expected {' '.join(flags)}")
@@ -285,8 +288,9 @@ def run_tool(
     argv: Sequence[str] | None,
     positional: Sequence[str] = (),
 ) -> None:
-    """Parse the command line, run a tool, and print its report. The config classes that annotate
-    the arguments of `action` are the tool's flags; `positional` are flags of the first words."""
+    """Parse the command line, run a tool, and print its report. The annotations of `action` are the
+    config classes that define the tool's flags. `positional` lists the flags that leading arguments
+    without a flag stand for."""
     try:
         words = with_flags(sys.argv[1:] if argv is None else argv, positional)
         hints = typing.get_type_hints(action)
@@ -297,7 +301,7 @@ def run_tool(
 
 
 def required(config: object, *fields: str) -> list[Any]:
-    """Return the values of some fields. Raises ConfigError for the first flag without a value."""
+    """Return the values of the named fields. Raises ConfigError for the first unset field."""
     values = [getattr(config, name) for name in fields]
     for name, value in zip(fields, values, strict=True):
         if value in (None, (), ""):
@@ -317,9 +321,9 @@ def run_step(
     uses: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> JobReport:
-    """Run the step that `prepare(config, **uses)` makes over files. An output of None is not
-    written; `uses` decide the output besides the config, as JSON; `options` are further fields
-    of `LineJob`."""
+    """Apply the step that `prepare(config, **uses)` returns to files. Outputs that are None are not
+    written. `uses` are further JSON values on which the output depends; `options` are passed to
+    `LineJob`."""
     uses = uses or {}
     job = LineJob(
         tool,
@@ -334,6 +338,6 @@ def run_step(
 
 
 def json_inputs(patterns: Iterable[str]) -> list[Path]:
-    """Return the JSON-lines files of paths, globs and folders. Raises FileNotFoundError for one
-    without a file."""
+    """Return the JSON-lines files among paths, globs and folders. Raises FileNotFoundError if a
+    pattern matches none."""
     return expand_inputs(list(patterns), JSON_ENDINGS)

@@ -1,4 +1,4 @@
-"""Parts, numbers, sentences and merged files of a corpus; texts stay as they are."""
+"""Tools that split, number, merge and shuffle a corpus, or mark sentence boundaries."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ _HASHES = 1 << 64
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Splitting a corpus into train, valid and test."""
+    """Options for splitting a corpus into train, valid and test."""
 
     input: tuple[str, ...] = option((), aliases=("--input-files", "--input_files"))
     """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output_dir: str | None = option(None, aliases=("--output_dir",))
     """Folder for train.jsonl, valid.jsonl and test.jsonl."""
     split: str = option("90,5,5")
-    """Shares of train, valid and test; only their ratio counts."""
+    """Proportions of train, valid and test. Only their ratio matters."""
     method: str = option("hash", choices=("hash", "exact"))
-    """hash: the hash of a text decides its part, independently of the rest of the corpus; the
-    shares are approximate. exact: the same hash orders a shuffle, which is cut at the exact
-    shares."""
+    """Assignment of documents to splits. hash uses each text's hash, independently of other texts,
+    and proportions are approximate. exact orders the documents by this hash and cuts at exact
+    proportions."""
     key: str = option("text")
-    """Key that is hashed; documents with the same value under it are in the same part."""
+    """Key whose value is hashed. Documents with the same value are in the same split."""
     seed: int = option(1234)
-    """Another seed makes another split."""
+    """Seed of the hash. A different seed gives a different split."""
     pack: str = option("none", choices=("none", "gz", "zst"))
-    """Compression of the parts."""
+    """Compression of the output files."""
 
 
 def split_corpus(config: SplitConfig, running: LineJobConfig) -> JobReport:
@@ -76,7 +76,7 @@ def split_corpus(config: SplitConfig, running: LineJobConfig) -> JobReport:
 
 
 def _split_step(config: SplitConfig, bounds: Sequence[int]) -> RecordStep:
-    """Part i gets the documents whose hash is below bounds[i] and not below bounds[i - 1]."""
+    """Return the step that writes a document to the first split whose bound exceeds its hash."""
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
         value = hash_of(record, config.key, config.seed)
@@ -88,16 +88,16 @@ def _split_step(config: SplitConfig, bounds: Sequence[int]) -> RecordStep:
 
 
 def hash_of(record: JsonRecord, key: str, seed: int) -> int:
-    """Return 64 bits of the BLAKE2b hash, keyed with the seed, of the value of a key. Raises
-    BadRecordError."""
+    """Return a 64-bit BLAKE2b hash of the value under a key. The hash is keyed with the seed.
+    Raises BadRecordError if the record lacks the key."""
     value = record.value(key)
     data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
     return hash64(data, str(seed).encode())
 
 
 def cumulative_shares(split: str) -> tuple[float, ...]:
-    """Return the ends of train, valid and test as shares of all; the last is exactly 1. Raises
-    ConfigError unless these are three numbers from 0 up with a sum above 0."""
+    """Return the cumulative fractions of train, valid and test. The last is exactly 1. Raises
+    ConfigError unless `split` consists of three non-negative numbers with a positive sum."""
     try:
         numbers = [float(number) for number in split.split(",")]
     except ValueError:
@@ -108,10 +108,11 @@ def cumulative_shares(split: str) -> tuple[float, ...]:
 
 
 def exact_bounds(hashes: npt.NDArray[np.uint64], ends: Sequence[float]) -> tuple[int, ...]:
-    """Return bounds that divide documents with `hashes` [n] at cumulative shares, ending with 1, as
-    closely as identical texts allow."""
+    """Return bounds that divide documents by their `hashes` [n] at the cumulative fractions `ends`,
+    of which the last is 1. The division is as close as documents with equal hashes allow."""
     values, counts = np.unique(hashes, return_counts=True)
-    below = np.concatenate(([0], np.cumsum(counts)))  # documents before each different hash
+    # number of documents below each distinct hash, and their total
+    below = np.concatenate(([0], np.cumsum(counts)))
     bounds = []
     for end in ends[:-1]:
         cut = int(np.argmin(np.abs(below - round(end * len(hashes)))))
@@ -120,7 +121,8 @@ def exact_bounds(hashes: npt.NDArray[np.uint64], ends: Sequence[float]) -> tuple
 
 
 def _hashes(inputs: Sequence[Path], config: SplitConfig) -> npt.NDArray[np.uint64]:
-    """Return the hashes of all documents. The second reading reports malformed lines."""
+    """Return the hashes of all documents. Malformed lines are skipped, because the second pass over
+    the files reports them."""
     parts = [np.empty(0, np.uint64)]
     for batch in read_batches(inputs):
         hashes = []
@@ -134,27 +136,27 @@ def _hashes(inputs: Sequence[Path], config: SplitConfig) -> npt.NDArray[np.uint6
 
 @dataclass(frozen=True)
 class AddIdConfig:
-    """Numbering documents."""
+    """Options for numbering documents."""
 
     input_file: tuple[str, ...] = option((), aliases=("--input",))
     """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output_file: str | None = option(None, aliases=("--output",))
-    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
+    """JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     id_prefix: str | None = option(None)
-    """Beginning of each id: PREFIX-0000000001 and so on."""
+    """Prefix of the ids, which have the form PREFIX-0000000001."""
     id_key: str = option("adlr_id")
-    """Key of the id."""
+    """Key under which the id is stored."""
 
 
 def add_ids(config: AddIdConfig, running: LineJobConfig) -> JobReport:
-    """Write the documents with an id each. A run that was stopped starts again."""
+    """Write the documents, adding an id to each. An interrupted run starts over."""
     inputs, output, _ = required(config, "input_file", "output_file", "id_prefix")
     files = json_inputs(inputs)
     return run_step(config, running, "add_id", _number_step, files, [output], resumable=False)
 
 
 def _number_step(config: AddIdConfig) -> RecordStep:
-    """Numbers from 1 on, over all files."""
+    """Return the step that numbers documents from 1, across all files."""
     last = 0
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
@@ -167,17 +169,17 @@ def _number_step(config: AddIdConfig) -> RecordStep:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Merging files."""
+    """Options for merging files."""
 
     json_path: tuple[str, ...] = option((".",), aliases=("--json_path", "--input"))
-    """Folders with *.json or *.jsonl, plain or compressed, or files, or globs; in order of name."""
+    """Files, globs, or folders of *.json or *.jsonl to merge in name order, plain or compressed."""
     output_file: str = option("merged_output.json", aliases=("--output_file", "--output"))
-    """The file to write, compressed if its name ends in .gz or .zst."""
+    """File to write, compressed if its name ends in .gz or .zst."""
 
 
 def merge(config: MergeConfig, running: LineJobConfig) -> JobReport:
-    """Write the lines of all files to one. The output, if it exists, is no input. Errors: see
-    `line_job.run`."""
+    """Write the lines of all files to one file. An existing output file is not used as an input.
+    Raises the errors of `line_job.run`."""
     output = Path(config.output_file)
     inputs = [p for p in json_inputs(config.json_path) if p.resolve() != output.resolve()]
     if not inputs:
@@ -191,23 +193,23 @@ def _merge_step(_: MergeConfig) -> RecordStep:
 
 @dataclass(frozen=True)
 class PresplitConfig:
-    """Splitting documents into sentences."""
+    """Options for splitting documents into sentences."""
 
     input: tuple[str, ...] = option(())
     """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
+    """JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     text_key: str = option("text")
-    """Key of the text."""
+    """Key of the text in each record."""
     sentence_splitter: str = option("auto", choices=("auto", "punkt", "rules"))
-    """How sentences are found: by NLTK's punkt, by a few rules, or by punkt if its data is
-    installed."""
+    """Sentence splitting method: NLTK's punkt, a few rules, or auto, which is punkt if its data is
+    installed and the rules otherwise."""
     lang: str = option("english")
     """Language of the text."""
 
 
 def presplit(config: PresplitConfig, running: LineJobConfig) -> JobReport:
-    """Write every document with a line for each sentence, as --presplit-sentences reads them."""
+    """Write every document with one sentence per line, as --presplit-sentences expects."""
     inputs, output = required(config, "input", "output")
     splitter = config.sentence_splitter
     splitter = available_splitter(config.lang) if splitter == "auto" else splitter
@@ -225,11 +227,11 @@ def presplit(config: PresplitConfig, running: LineJobConfig) -> JobReport:
 
 
 def _presplit_step(config: PresplitConfig, splitter: str) -> RecordStep:
-    """Put a line feed after each sentence, and only there."""
+    """Return the step that puts a line feed after each sentence, and nowhere else."""
     split = build_splitter(splitter, config.lang, keep_newlines=False)
 
     def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
-        # A line break inside a sentence would read as its end.
+        # A line break within a sentence would be taken for the end of the sentence.
         sentences = [" ".join(s.split("\n")) for s in split(record.fields[config.text_key])]
         if sentences:
             counts["sentences written"] += len(sentences)
@@ -246,23 +248,24 @@ _HEADER = b"file\tline #\n"
 
 @dataclass(frozen=True)
 class ShuffledSplitConfig:
-    """Shuffling a corpus into train.json, dev.json and test.json."""
+    """Options for shuffling a corpus into train.json, dev.json and test.json."""
 
     input_files: tuple[str, ...] = option((), aliases=("--input_files",))
-    """JSON-lines files."""
+    """JSON-lines files to shuffle."""
     output_dir: str | None = option(None, aliases=("--output_dir",))
-    """Folder for train.json, dev.json and test.json, and of each a .map: file (from 0, in the order
-    of --input-files) and line (from 0) of every document, in columns."""
+    """Folder for train.json, dev.json and test.json. Each has a .map file with two columns that
+    locate every document: the number of its file in --input-files and its line, both from 0."""
     test_percent: tuple[float, ...] = option((0.05, 0.0), aliases=("--test_percent",))
-    """Shares of dev and test as fractions of the documents, rounded up; test may be left out."""
+    """Sizes of dev and test as fractions of the documents, rounded up. test may be omitted."""
     seed: int = option(1234)
-    """Another seed makes another order."""
+    """Seed of the shuffle. A different seed gives a different order."""
 
 
 def shuffled_split(config: ShuffledSplitConfig) -> str:
-    """Shuffle and cut documents at exact shares, as Megatron-LM's first release (2019) did, and
-    return how many each part has. Raises ConfigError for shares that are not fractions; ValueError
-    for a line of more than 64 MiB; OSError if a file cannot be read or written."""
+    """Shuffle the documents and cut them at exact proportions, as Megatron-LM's first release
+    (2019) did. Return the sizes of the splits as text. Raises ConfigError if --test-percent is
+    invalid, ValueError if a line exceeds 64 MiB, and OSError if a file cannot be read or
+    written."""
     patterns, folder = required(config, "input_files", "output_dir")
     shares = (*config.test_percent, 0.0)[:2]
     if len(config.test_percent) > 2 or min(shares) < 0 or sum(shares) > 1:
@@ -283,7 +286,7 @@ def shuffled_split(config: ShuffledSplitConfig) -> str:
 
 
 def _places(paths: Sequence[Path]) -> Iterator[tuple[int, int, int]]:
-    """Yield file, line and offset of every line that is not empty."""
+    """Yield the file number, line number and byte offset of every non-empty line."""
     for number, path in enumerate(paths):
         with path.open("rb") as file:
             for line, (offset, content) in enumerate(read_lines(file)):

@@ -1,6 +1,7 @@
-"""Lists of URLs: drops those that do not lead to prose, and keeps each page once. datatrove's
-URLFilter downloads the list of public suffixes, ignores file extensions and malformed URLs, and
-keeps duplicates.
+"""Selection of URLs: URLs that do not point to prose are dropped, and each page is kept only once.
+
+datatrove's URLFilter downloads the list of public suffixes, ignores file extensions and malformed
+URLs, and keeps duplicates.
 """
 
 from __future__ import annotations
@@ -21,76 +22,76 @@ from megatron.apps.corpus.preprocessing.inputs import LineBatch, expand_inputs
 from megatron.config.flags import option
 from megatron.util.digests import hash64
 
-_LONGEST = 1 << 16  # characters of an address; servers and browsers accept no more
+_LONGEST = 1 << 16  # maximum length of a URL; servers and browsers do not accept longer ones
 _LONGEST_HOST = 512
-"""Maximum characters of a host with user and port; host names have at most 253. Python normalises
-them in quadratic time."""
+"""Maximum number of characters of a host with user and port. A host name has at most 253. The limit
+is needed because Python normalises hosts in quadratic time."""
 _AFTER_HOST = re.compile(r"[/?#]")
 _LABEL = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)", re.IGNORECASE)
 _TRACKING = re.compile(r"(utm_\w+|fbclid|gclid|mc_cid|mc_eid|igshid|ref_src)", re.IGNORECASE)
 DOMAINS = frozenset(
-    # pictures
+    # images
     "500px artstation deviantart flickr gfycat giphy gyazo imagebam imageshack imgbb imgflip imgur "
     "instagram photobucket pinimg pinterest pixiv postimg shutterstock tinypic tumblr unsplash "
-    # videos and sound
+    # video and audio
     "bandcamp dailymotion liveleak mixcloud netflix soundcloud spotify streamable tiktok twitch "
     "vevo vimeo vine vocaroo youtu youtube ytimg "
-    # social networks and chats
+    # social networks and chat
     "discord discordapp facebook fbcdn linkedin mastodon redd reddit redditmedia snapchat t "
     "telegram twimg twitter vk weibo whatsapp x "
-    # shops and their links
+    # shops and their short links
     "aliexpress amazon amzn apple bestbuy ebay etsy ikea newegg pcpartpicker steampowered walmart "
-    # files, code and services that need more than a page
+    # files, code, and services with little text on a single page
     "akamaihd archive bitbucket cloudfront dropbox github gitlab google goo googleusercontent "
     "icloud mediafire mega onedrive pastebin rapidshare scribd sourceforge zippyshare "
-    # polls, memes, shorteners
+    # polls, memes, URL shorteners
     "bit imgfave knowyourmeme lmgtfy memegenerator quickmeme strawpoll tinyurl 9gag "
-    # a corpus of its own
+    # better read from its dumps (wikipedia.py)
     "wikimedia wikipedia "
     # pornography
     "e621 erome pornhub redtube spankbang xhamster xnxx xvideos".split()
 )
-"""Names without the public suffix: `youtube` stands for youtube.com and youtube.co.uk."""
+"""Domains to leave out, without public suffix: `youtube` matches youtube.com and youtube.co.uk."""
 
 EXTENSIONS = frozenset(
     # archives and programs
     "7z apk app bin bz2 deb dmg exe gz iso jar msi pkg rar rpm tar tgz xz zip zst "
-    # pictures
+    # images
     "ai bmp eps gif gifv ico jpeg jpg png psd svg tif tiff webp "
-    # sound and videos
+    # audio and video
     "3gp aac aif avi flac flv m4a m4v mid midi mkv mov mp3 mp4 mpeg mpg ogg ogv opus qt ram swf "
     "wav webm wma wmv "
-    # documents and data that are no web page
+    # documents and data that are not web pages
     "csv dat doc docx epub json log mobi odt pdf pps ppt pptx sql txt xls xlsx xml "
-    # source and fonts
+    # source code and fonts
     "c cpp css h js otf py ttf woff woff2".split()
 )
-"""Endings of the path, in lower case."""
+"""File extensions to leave out, in lower case."""
 
 
 @dataclass(frozen=True)
 class UrlConfig:
-    """Choosing web addresses."""
+    """Options for selecting URLs."""
 
     input: tuple[str, ...] = option(())
-    """Folders with *.txt files, or files, of one address a line, plain or compressed."""
+    """Files with one URL per line, or folders with such *.txt files, plain or compressed."""
     output: str | None = option(None)
-    """The file to write, compressed if its name ends in .gz or .zst."""
+    """File to write, compressed if its name ends in .gz or .zst."""
     rejected: str | None = option(None)
-    """A file for the addresses left out, each after its reason and a tab."""
+    """File for the URLs that are left out, each preceded by the reason and a tab."""
     min_length: int = option(9)
-    """Leave out addresses with fewer characters."""
+    """Minimum number of characters of a URL. Shorter URLs are left out."""
     domains: str | None = option(None)
-    """A file of further domains to leave out, one a line, with or without public suffix."""
+    """File with further domains to leave out, one per line, with or without public suffix."""
     extensions: tuple[str, ...] = option(())
-    """Further endings of files to leave out."""
+    """Further file extensions to leave out."""
     only_listed: bool = option(False)
-    """Leave out only what --domains and --extensions name, not the built-in lists."""
+    """Leave out only the entries of --domains and --extensions, not those of the built-in lists."""
 
 
 def choose_urls(config: UrlConfig, running: LineJobConfig) -> JobReport:
-    """Write the addresses that are worth fetching, in the order of the input. A run that was
-    stopped starts again: the addresses seen are only in memory."""
+    """Write the URLs worth fetching, in input order. An interrupted run starts over, because the
+    set of pages seen is only in memory."""
     inputs, output = required(config, "input", "output")
     return run_step(
         config,
@@ -106,7 +107,7 @@ def choose_urls(config: UrlConfig, running: LineJobConfig) -> JobReport:
 
 def _url_step(config: UrlConfig) -> BatchStep:
     fault = fault_finder(config)
-    # 8 bytes of a hash instead of the address: of 100 million, two collide at 0.03 %
+    # 64-bit hashes save memory. Among 100 million URLs, the probability of a collision is 0.03 %.
     seen: set[int] = set()
 
     def step(batch: LineBatch) -> BatchResult:
@@ -139,7 +140,7 @@ def _url_step(config: UrlConfig) -> BatchStep:
 
 
 def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
-    """Return a function from an address to the reason to leave it out, None to keep it."""
+    """Return a function that returns the reason for leaving out a URL, or None to keep it."""
     domains, extensions = (set(), set()) if config.only_listed else ({*DOMAINS}, {*EXTENSIONS})
     try:
         listed = Path(config.domains).read_text("utf-8").split() if config.domains else []
@@ -147,7 +148,7 @@ def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
         raise ValueError(f"--domains {config.domains} is not UTF-8: {error}") from None
     domains |= {domain.lower() for domain in listed}
     extensions |= {extension.lower().lstrip(".") for extension in config.extensions}
-    # The list of public suffixes in the package: nothing is fetched, nothing cached.
+    # Use the public suffix list in the package, without download or cache.
     extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
     def fault(url: str) -> str | None:
@@ -170,8 +171,7 @@ def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
 
 
 def host_of(url: str) -> str | None:
-    """Return the host of a well-formed http or https address, in lower case; None for any other
-    text."""
+    """Return the lower-case host of a well-formed http or https URL, or None for any other text."""
     if len(_AFTER_HOST.split(url.partition("//")[2], maxsplit=1)[0]) > _LONGEST_HOST:
         return None
     try:
@@ -195,12 +195,12 @@ def host_of(url: str) -> str | None:
 
 
 def same_page(url: str) -> str | None:
-    """Return the form that all addresses of a page share; None for a text that is no address.
-    Scheme, `www.`, default port, fragment, order and encoding of the query, a slash at the end and
-    parameters that only track visitors make no difference."""
+    """Return a canonical form that is the same for all URLs of a page, or None if the text is not a
+    URL. It ignores the scheme, `www.`, the default port, the fragment, the order and encoding of
+    the query, a trailing slash, and parameters that only track visitors."""
     try:
         parts = urlsplit(canonicalize_url(url))
-    except ValueError:  # it reads brackets more strictly than urlsplit
+    except ValueError:  # the canonicalizer is stricter than urlsplit about brackets
         return None
     host = (parts.hostname or "").rstrip(".").removeprefix("www.")
     port = f":{parts.port}" if parts.port not in (None, 80, 443) else ""

@@ -1,8 +1,8 @@
-"""WikiExtractor's articles to one JSON object per article.
+"""Conversion of WikiExtractor's output to one JSON object per article.
 
-Its folders AA, AB ... have files wiki_00, wiki_01 ..., either JSON lines (--json) or articles
-between `<doc id="12" url="..." title="...">` and `</doc>` on separate lines, with the title as
-first line and &, < and > as HTML entities.
+WikiExtractor writes folders AA, AB ... with files wiki_00, wiki_01 ... They contain JSON lines
+(--json), or articles between `<doc id="12" url="..." title="...">` and `</doc>`, each tag on a
+separate line. The first line of such an article is its title, and &, < and > are HTML entities.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.apps.corpus.preprocessing.inputs import LineBatch, read_batches
 from megatron.config.flags import option
 from megatron.features.raw_text.records import BadLine, long_line
 
-_START = re.compile(r"<doc\s(.*)>")  # of a line without white space at its end
+_START = re.compile(r"<doc\s(.*)>")  # matches lines without trailing white space
 _ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')
 _LONG_NUMBER = re.compile(r"&#([0-9]{8,});?")
 _END = b"</doc>"
@@ -37,18 +37,18 @@ _MAX_ARTICLE = 1 << 28
 
 @dataclass(frozen=True)
 class WikipediaConfig:
-    """Reading WikiExtractor's output."""
+    """Options for reading WikiExtractor's output."""
 
     input: tuple[str, ...] = option(())
-    """Folders that WikiExtractor wrote, or files of them (wiki_00), plain or compressed with
-    gzip or zstd; both its formats."""
+    """Folders that WikiExtractor wrote, or single files (wiki_00), in either of its formats, plain
+    or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, with keys id, url, title and text, compressed if its
-    name ends in .gz or .zst."""
+    """JSON-lines file to write (id, url, title, text), compressed if its name ends in .gz or
+    .zst."""
     title_in_text: bool = option(False)
     """Begin each text with the title and an empty line."""
     min_length: int = option(0)
-    """Leave out articles whose text has fewer characters than this."""
+    """Minimum number of characters of an article's text. Shorter articles are left out."""
 
 
 def read_wikipedia(config: WikipediaConfig, running: LineJobConfig) -> JobReport:
@@ -66,7 +66,7 @@ def read_wikipedia(config: WikipediaConfig, running: LineJobConfig) -> JobReport
 
 
 def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
-    """Drops empty articles and redirects, and writes the others in one form."""
+    """Return the step that drops empty articles and redirects, and writes others as JSON."""
     writer = _ArticleWriter(config)
 
     def step(batch: LineBatch) -> BatchResult:
@@ -80,14 +80,14 @@ def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
 
 @dataclass(frozen=True)
 class _ArticleWriter:
-    """Articles to lines of JSON, from JSON records or from WikiExtractor's markup."""
+    """Writer of articles as JSON lines, from JSON records or from WikiExtractor's markup."""
 
     config: WikipediaConfig
 
     def line(
         self, number: object, url: object, title: str, text: str, counts: Counter[str]
     ) -> bytes | None:
-        """Return the article as a line; None, and the reason in ``counts``, if it is left out."""
+        """Return the article as a line, or None if it is left out. ``counts`` counts both."""
         text = text.strip()
         if title and text.partition("\n")[0].strip() == title.strip():
             text = text.partition("\n")[2].strip()
@@ -158,7 +158,8 @@ class _ArticleWriter:
 
 
 def _unescaped(text: str) -> str:
-    """Return characters for HTML entities. Python does not read numbers of thousands of digits."""
+    """Replace HTML entities by their characters. Numeric entities of eight or more digits become
+    U+FFFD, because Python cannot parse numbers with thousands of digits."""
 
     def short(number: re.Match[str]) -> str:
         digits = number[1].lstrip("0") or "0"
@@ -168,9 +169,9 @@ def _unescaped(text: str) -> str:
 
 
 def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
-    """Yield lines in batches none of which ends inside an article. Raises ValueError if an article
-    is longer than 256 MiB, so that its end seems to be missing."""
-    pending: list[bytes] = []  # lines of `last` and before it, behind the last </doc>
+    """Yield lines in batches that do not end within an article. Raises ValueError if an article
+    exceeds 256 MiB, since its end is probably missing."""
+    pending: list[bytes] = []  # lines after the last </doc>
     last: LineBatch | None = None
     first, size, has_begun = 1, 0, False
     for batch in read_batches(paths):
@@ -204,9 +205,9 @@ def _has_start(lines: Iterable[bytes]) -> bool:
 
 
 def extracted_files(patterns: Iterable[str]) -> list[Path]:
-    """Return WikiExtractor's files: files named wiki_* in a folder and its subfolders, or the named
-    files. Raises FileNotFoundError if no file is found, ValueError if one is compressed with
-    bzip2."""
+    """Return WikiExtractor's files: the given files, and all files wiki_* in given folders. Raises
+    FileNotFoundError if a path or its files do not exist, and ValueError if a file is compressed
+    with bzip2."""
     files: dict[Path, None] = {}
     for pattern in map(Path, patterns):
         paths = sorted(pattern.rglob("wiki_*")) if pattern.is_dir() else [pattern]

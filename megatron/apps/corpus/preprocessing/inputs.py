@@ -1,4 +1,4 @@
-"""The input: flags, files, their form and compression, and partitions of them."""
+"""The input of preprocessing: flags, files with their format and compression, and partitions."""
 
 from __future__ import annotations
 
@@ -25,55 +25,57 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """Preprocessing: which text, and how it becomes documents."""
+    """Options for preprocessing text into documents."""
 
     input: tuple[str, ...] = option(())
-    """Files, globs or folders, in this order; - is the standard input. JSON lines, a .json file
-    that is one array, .txt and .parquet; all but Parquet may be compressed with gzip or zstd. A
-    folder stands for every *.jsonl, *.json and *.parquet below it or, without any, every *.txt."""
+    """Files, globs or folders, read in this order; - is the standard input. Accepted are JSON
+    lines, .json files with one array, .txt and .parquet; all but Parquet may be compressed with
+    gzip or zstd. A folder stands for all *.jsonl, *.json and *.parquet below it, or else all
+    *.txt."""
     input_format: str = option("auto", choices=("auto", "jsonl", "json", "txt", "parquet"))
-    """Format of the files; auto decides by their names, and reads other names as JSON lines."""
+    """Format of the files. auto chooses by file name; unknown names mean JSON lines."""
     txt_documents: str = option("file", choices=("file", "blank-line"))
-    """Document of a .txt file: the whole file, or the text between empty lines."""
+    """Document unit in a .txt file: the whole file, or the text between blank lines."""
     json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key", "--jsonl-keys"))
-    """Keys (in Parquet files, columns) of the texts; each becomes a separate dataset."""
+    """Keys of the texts (in Parquet files, columns). Each key becomes a separate dataset."""
     output_prefix: str | None = option(None)
     """PREFIX of the files PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence with
-    --split-sentences). The folder PREFIX.preprocessing keeps unfinished work."""
+    --split-sentences). The folder PREFIX.preprocessing contains unfinished work."""
     append_eod: bool = option(False)
     """End each document with the tokenizer's end-of-document token."""
     split_sentences: bool = option(False)
     """Make each sentence a separate sequence (BERT, T5)."""
     sentence_splitter: str = option("auto", choices=("auto", "punkt", "rules"))
-    """What finds the sentences: NLTK's punkt, a few rules, or (auto) punkt where its data is
-    installed, else the rules."""
+    """Sentence splitting method: NLTK's punkt, a few rules, or auto, which is punkt if its data is
+    installed and the rules otherwise."""
     lang: str = option("english")
     """Language of the text, for --split-sentences."""
     keep_newlines: bool = option(False)
     """Keep line breaks between sentences, at the end of the preceding sentence."""
     on_bad_line: str = option("error", choices=("error", "skip"))
-    """What to do with a malformed line: stop with an error, or skip it, count it and list it."""
+    """Handling of malformed lines: error stops the run; skip leaves them out and reports them."""
     max_line_bytes: int = option(1 << 26)
-    """A longer line, or document of a .txt file, is malformed; it is not read into memory."""
+    """Maximum size of a line, or of a document in a .txt file, in bytes. Longer ones count as
+    malformed and are not read into memory."""
     workers: int | None = option(None, derived="number of processors that this process may use")
     """Number of processes that tokenize."""
     partitions: int = option(1)
-    """Number of parts of the input. They are processed in parallel, each by its share of the
+    """Number of partitions of the input. They are processed in parallel, each by a share of the
     workers, and then joined. The output does not depend on this number."""
     partition_rank: int | None = option(None)
-    """Process only this one of the --partitions, counted from 0, for example on another machine;
-    the command without this flag processes the remaining parts and joins all of them."""
+    """Process only this one of the --partitions, counted from 0, for example on another machine.
+    The command without this flag processes the remaining partitions and joins all of them."""
     log_interval: int = option(1000)
-    """Number of documents between two progress lines, which appear at most once per second."""
+    """Number of documents between progress lines, which appear at most once per second."""
     dataset_impl: str = option("mmap", choices=("mmap", "lazy", "cached"))
-    """Format of the output; every value writes mmap."""
+    """Format of the output. All values write mmap."""
     chunk_size: int | None = option(None, note="work is handed out by bytes, not lines")
-    """Lines handed to a worker at a time."""
+    """Number of lines handed to a worker at a time."""
     keep_sequential_samples: bool = option(False, note="the input's order is always kept")
     """Keep the order of the input."""
 
     def check(self) -> None:
-        """Raises ConfigError if a flag is missing or out of range."""
+        """Check the flags. Raises ConfigError if one is missing or out of range."""
         if not self.input:
             raise ConfigError("--input is missing: the files to read")
         if not self.output_prefix:
@@ -110,7 +112,7 @@ if sys.version_info >= (3, 14):
     from compression.zstd import ZstdError
 else:
     from backports.zstd import ZstdError
-try:  # xopen decompresses gzip with isal, where that is made for the processor
+try:  # xopen decompresses gzip with isal where isal is available
     from isal.isal_zlib import error as gzip_error
 except ImportError:
     from zlib import error as gzip_error  # type: ignore[assignment]
@@ -123,7 +125,7 @@ _UNPACKING_ERRORS: Any = (BadGzipFile, gzip_error, ZstdError, EOFError)
 
 
 class Form(Enum):
-    """Form of documents in a file; the value is the name of its records in messages."""
+    """Format of the documents in a file. The value is the word for one record in messages."""
 
     LINES = "line"
     ARRAY = "item"
@@ -134,16 +136,17 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class InputFile:
-    """An input file, or the part of one that a partition reads."""
+    """An input file, or the byte range of a file that a partition reads."""
 
-    path: Path | None  # None: the standard input
+    path: Path | None  # None means the standard input
     form: Form
     size: int  # bytes on disk
     mtime_ns: int
     is_packed: bool
     start: int = 0
     stop: int | None = None
-    """The lines that begin from byte `start` up to byte `stop` are read (None: to the end)."""
+    """End of the byte range: lines that begin at or after byte `start` and before byte `stop` are
+    read. None means the end of the file."""
 
     @property
     def name(self) -> str:
@@ -151,7 +154,7 @@ class InputFile:
 
     @property
     def is_divisible(self) -> bool:
-        """True if a worker can start to read anywhere in it."""
+        """True if a worker can start reading anywhere in the file."""
         return self.form is Form.LINES and not self.is_packed and self.path is not None
 
     @property
@@ -160,8 +163,8 @@ class InputFile:
 
 
 def find_inputs(config: PreprocessConfig) -> list[InputFile]:
-    """Return the files of --input, in order, each once. Raises FileNotFoundError; ConfigError for a
-    .txt file, which has one text, with several --json-keys."""
+    """Return the files of --input in order, without repetitions. Raises FileNotFoundError if a file
+    is missing, and ConfigError if there is a .txt file and several --json-keys."""
     paths: dict[Path | None, None] = {}
     for pattern in config.input:
         paths.update(dict.fromkeys([None] if pattern == STDIN else _paths(pattern, config)))
@@ -176,8 +179,9 @@ def find_inputs(config: PreprocessConfig) -> list[InputFile]:
 
 
 def partition(inputs: Sequence[InputFile], rank: int, count: int) -> Iterator[InputFile]:
-    """Yield part `rank` of `count`, equal in bytes on disk as far as files can be divided. Plain
-    JSON lines are cut at a line; another file belongs to the part in which it starts."""
+    """Yield the files of partition `rank` of `count`. Partitions have the same number of bytes on
+    disk, as far as files can be divided. Plain JSON lines are divided between lines. Any other file
+    belongs to the partition in which it starts."""
     total = sum(file.size for file in inputs)
     first, last = total * rank // count, total * (rank + 1) // count
     begin = 0
@@ -201,7 +205,8 @@ def _paths(pattern: str, config: PreprocessConfig) -> list[Path]:
     }.get(config.input_format)
     if endings is not None:
         return expand_inputs([pattern], endings)
-    try:  # a folder of JSON lines often has a README.txt or LICENSE.txt next to them
+    # Prefer these formats, since folders of JSON lines often contain README.txt or LICENSE.txt.
+    try:
         return expand_inputs([pattern], tables)
     except FileNotFoundError:
         return expand_inputs([pattern], (*tables, ".txt"))
@@ -234,9 +239,9 @@ def _form(name: str, config: PreprocessConfig) -> Form:
 
 
 def expand_inputs(patterns: Sequence[str], endings: Sequence[str]) -> list[Path]:
-    """Return the files of paths, globs and folders, in this order, each once; matches of a glob or
-    folder are sorted by name. A folder stands for its files, at any depth, with one of `endings`,
-    optionally followed by .gz or .zst. Raises FileNotFoundError if a pattern matches no file."""
+    """Return the files among paths, globs and folders, in order and without repetitions. Matches of
+    a glob or folder are sorted by name. A folder stands for its files, at any depth, with one of
+    `endings` and optionally .gz or .zst. Raises FileNotFoundError if a pattern matches no file."""
     names = tuple(ending + packed for ending in endings for packed in ("", *PACKED_ENDINGS))
     try:
         files = [path for pattern in patterns for path in expand(pattern, names)]
@@ -254,12 +259,12 @@ class LineBatch:
     path: Path
     first_line: int  # number of the first line, counted from 1
     lines: list[bytes]
-    position: int  # bytes of all input files, on disk, read up to here
+    position: int  # number of bytes on disk read so far, over all input files
 
 
 def read_batches(paths: Sequence[Path], max_lines: int = 1000) -> Iterator[LineBatch]:
-    """Yield all lines of all files, `max_lines` or about 1 MiB at a time. A line for which
-    `long_line` has an error is cut; its rest is skipped, so that a small packed file does not fill
+    """Yield all lines of all files, in batches of `max_lines` lines or about 1 MiB. A line that is
+    too long (see `long_line`) is truncated on reading, so that a small compressed file cannot fill
     the memory. Raises ValueError if a compressed file is damaged or truncated."""
     done = 0
     for path in paths:
@@ -283,7 +288,7 @@ def read_batches(paths: Sequence[Path], max_lines: int = 1000) -> Iterator[LineB
 
 @contextmanager
 def opened(path: Path | None) -> Iterator[BinaryIO]:
-    """Open a file to read; None is the standard input."""
+    """Open a file for reading. None means the standard input."""
     if path is None:
         yield sys.stdin.buffer
     else:
@@ -292,7 +297,7 @@ def opened(path: Path | None) -> Iterator[BinaryIO]:
 
 
 def compression(head: bytes) -> str | None:
-    """Return "gz", "zst" or None, by the first four bytes of a file."""
+    """Return "gz", "zst" or None (not compressed), given the first four bytes of a file."""
     is_skippable_frame = head[1:4] == b"\x2a\x4d\x18" and head[:1] >= b"\x50"
     if head == b"\x28\xb5\x2f\xfd" or is_skippable_frame:
         return "zst"
@@ -300,12 +305,13 @@ def compression(head: bytes) -> str | None:
 
 
 def unpacked(file: BinaryIO) -> io.BufferedReader:
-    """Return the content, decompressed by the file's first bytes, not its name, without a byte-
-    order mark. Reading raises errors that `naming_file` turns into a ValueError."""
+    """Return a reader of a file's content without byte-order mark. The content is decompressed
+    depending on its first bytes, not on the file's name. Reading may raise decompression errors,
+    which `naming_file` converts."""
     assert isinstance(file, io.BufferedReader)
     stream = file
     if kind := compression(file.peek(4)[:4]):
-        # In this thread: decompression is a small part of the work, and programs hide errors.
+        # threads=0: decompression is cheap, and external programs would hide errors.
         content = xopen(file, "rb", format=kind, threads=0)
         stream = io.BufferedReader(content, _BUFFER_BYTES)
     if stream.peek(3)[:3] == BYTE_ORDER_MARK:
@@ -315,7 +321,7 @@ def unpacked(file: BinaryIO) -> io.BufferedReader:
 
 @contextmanager
 def naming_file(name: object) -> Iterator[None]:
-    """Names the file in errors of decompression, raised as ValueError."""
+    """Convert decompression errors to a ValueError that names the file."""
     try:
         yield
     except _UNPACKING_ERRORS as error:

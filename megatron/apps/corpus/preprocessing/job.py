@@ -1,15 +1,15 @@
-"""The work on one partition, in a separate folder, which can be resumed if the run is killed.
+"""Preprocessing of one partition. It has a separate folder, and can be resumed after it was killed.
 
     description.json   everything that the output depends on
-    journal.json       place in the input and counts; replaced as a whole periodically
-    lock               held by the process that works there
+    journal.json       position in the input and counts; replaced as a whole periodically
+    lock               locked by the process that works in the folder
     N-KEY.bin          tokens of the key, the final .bin
     N-KEY.lengths      int32, tokens in each sequence
     N-KEY.documents    int64, sequences before each document and after the last
-    N-KEY.idx          made of the two at the end
+    N-KEY.idx          made from the two files above at the end
 
-The journal describes what had reached the disk before it. What the files contain beyond that, after
-a kill, is cut off when the job continues.
+The journal only describes data that reached the disk before the journal did. After a kill, the
+files may contain more. The excess is truncated when the job is resumed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import IO, Any, BinaryIO
 
 import numpy as np
 
+from megatron.apps.corpus.indexed_writer import Spool, index_parts
 from megatron.apps.corpus.preprocessing.inputs import Form, InputFile
 from megatron.apps.corpus.preprocessing.readers import (
     BlockEncoder,
@@ -39,7 +40,6 @@ from megatron.apps.corpus.preprocessing.readers import (
     RecordBlock,
     read_blocks,
 )
-from megatron.data.indexed.dataset_writer import Spool, index_parts
 from megatron.features.raw_text.records import BadLine, lines_in
 from megatron.features.raw_text.workers import map_in_order
 from megatron.util.digests import digest
@@ -51,13 +51,13 @@ _SHOWN = 5
 @dataclass
 class BadLines:
     by_reason: dict[str, int] = field(default_factory=dict)
-    shown: list[str] = field(default_factory=list)  # the first few, with file and line
+    shown: list[str] = field(default_factory=list)  # the first few lines, with file and location
 
     def add(self, name: str, unit: str, line: BadLine) -> None:
         self.merge(BadLines({line.reason: 1}, [located(name, unit, line)]))
 
     def merge(self, later: BadLines) -> None:
-        """Add the counts of later input."""
+        """Add the counts of ``later``, which belongs to later input."""
         for reason, count in later.by_reason.items():
             self.by_reason[reason] = self.by_reason.get(reason, 0) + count
         self.shown = [*self.shown, *later.shown][:_SHOWN]
@@ -73,21 +73,21 @@ class BadLines:
 
 
 def located(name: str, unit: str, line: BadLine) -> str:
-    """Return where a malformed line is, and what is wrong with it, for messages."""
+    """Return a message with a malformed line's location and the reason."""
     return f"{name}, {unit} {line.number}: {line.reason} ({line.detail})"
 
 
 @dataclass
 class KeySummary:
-    prefix: str  # of the .bin and .idx
+    prefix: str  # prefix of the .bin and .idx
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
-    text_bytes: int = 0  # UTF-8 bytes of the texts
-    empty: int = 0  # texts without a token, left out
+    text_bytes: int = 0  # number of UTF-8 bytes of the texts
+    empty: int = 0  # number of texts without tokens, which are left out
 
     def add(self, other: KeySummary | EncodedTexts) -> None:
-        """Add the counts of a block or of a partition."""
+        """Add the counts of a block or of another partition."""
         if isinstance(other, EncodedTexts):
             lengths, documents = other.sequence_lengths, other.sequences_per_document
             sizes = (len(documents), len(lengths), len(other.tokens))
@@ -102,14 +102,14 @@ class KeySummary:
 @dataclass(frozen=True)
 class PreprocessSummary:
     keys: dict[str, KeySummary]
-    bad_lines: dict[str, int]  # lines left out, by reason
-    seconds: float  # of this run, without an interrupted one before it
+    bad_lines: dict[str, int]  # number of skipped lines, by reason
+    seconds: float  # duration, without earlier interrupted runs
     parts_left: str | None = None
-    """With --partition-rank: what remains to be done before there is an output."""
+    """With --partition-rank: message about the partitions that must still be done."""
 
 
 SECONDS_BETWEEN_SAVES = 10.0
-_FORMAT = 2  # of the folder; a job does not continue another format's
+_FORMAT = 2  # version of the folder's layout; folders of other versions are not resumed
 _JOURNAL, _DESCRIPTION, _LOCK = "journal.json", "description.json", "lock"
 _BUFFER_BYTES = 1 << 16
 
@@ -119,32 +119,32 @@ Description = dict[str, Any]
 @dataclass
 class JobState:
     keys: list[KeySummary]
-    file: int = 0  # number of the input file
-    cursor: int = 0  # where reading it continues
-    lines: int = 0  # of plain lines: those of this partition before the cursor
-    bytes_read: int = 0  # of all files, on disk
+    file: int = 0  # index of the input file
+    cursor: int = 0  # position in this file from which to resume
+    lines: int = 0  # number of this partition's plain lines before the cursor
+    bytes_read: int = 0  # number of bytes read from disk, over all files
     bad_lines: BadLines = field(default_factory=BadLines)
     is_complete: bool = False
 
 
 class PreprocessJob:
-    """A partition's work; owns its folder until `close`."""
+    """Preprocessing of one partition. It has exclusive use of its folder until `close`."""
 
     def __init__(self, folder: Path, inputs: Sequence[InputFile], encoder: BlockEncoder) -> None:
-        """Take the folder and continue where its journal ends, or start again; `notice` tells the
-        user which. Raises OSError if the folder cannot be made or written to, ValueError if another
-        process works there."""
+        """Lock the folder, and resume from its journal or start over. Sets `notice` to a message
+        for the user if there was an interrupted run. Raises OSError if the folder cannot be created
+        or written to, and ValueError if another process works in it."""
         self.folder, self._inputs, self._encoder = folder, inputs, encoder
         self._config = encoder.config
         self._bytes_before = [0, *accumulate(file.bytes_to_read for file in inputs)]
         self._outputs: list[tuple[BinaryIO, Spool, Spool]] = []
-        """Tokens, sequence lengths and document bounds of each key."""
+        """Files for tokens, sequence lengths and document bounds, for each key."""
         self.notice: str | None = None
         self.has_journal = False
         self._lock = lock_folder(folder)
         try:
             self._open(_describe(inputs, encoder))
-        except BaseException:  # an interrupt too must release the lock
+        except BaseException:  # including an interrupt, which must release the lock
             self.close()
             raise
 
@@ -155,12 +155,13 @@ class PreprocessJob:
     def run(
         self, workers: int, report: Callable[[int, int, int], None], is_over: Callable[[], bool]
     ) -> None:
-        """Read, encode and write the rest, in `workers` processes or, with 0, in this one.
+        """Read, encode and write the remaining input, in `workers` processes, or in this process if
+        0.
 
-        `report` is called with the documents, the bytes of text and the bytes on disk of a block.
-        Raises ValueError for a malformed record that stops the run, or a damaged file; OSError if
-        the output cannot be written; ChildProcessError if a worker died; InterruptedError if
-        `is_over`, because another partition has failed.
+        For each block, `report` is called with the number of documents, bytes of text and bytes
+        read from disk. Raises ValueError if a file is damaged or a malformed record stops the run,
+        OSError if the output cannot be written, ChildProcessError if a worker died, and
+        InterruptedError if `is_over` returns true because another partition has failed.
         """
         state, config, saved = self.state, self._config, time.monotonic()
         if state.is_complete:
@@ -190,13 +191,13 @@ class PreprocessJob:
 
     def close(self) -> None:
         for file in self._files():
-            with suppress(OSError):  # a full disk, which has been reported
+            with suppress(OSError):  # a full disk has already been reported
                 file.close()
         self._outputs = []
         self._lock.release()
 
     def remove(self) -> None:
-        """End the job and remove the folder, and the one above it when that is empty."""
+        """Close the job and remove its folder, and the parent folder if it is then empty."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
@@ -241,7 +242,7 @@ class PreprocessJob:
             self.state.bad_lines.add(block.file.name, unit, line)
 
     def _save(self) -> None:
-        """Bring the work so far to the disk, for a crash of this process or of the machine."""
+        """Sync the work so far to disk, so that it survives a crash of process or machine."""
         for file in self._files():
             with naming(file.name):
                 sync(file)
@@ -270,7 +271,7 @@ class PreprocessJob:
             )
             self._outputs.append((tokens, *spools))
             for file, size in zip((tokens, lengths, bounds), sizes.values(), strict=True):
-                file.truncate(size)  # which extends new bounds by the first, a zero
+                file.truncate(size)  # also writes the initial 0 of a new bounds file
 
     def _files(self) -> list[IO[bytes]]:
         return [
@@ -288,7 +289,7 @@ class PreprocessJob:
             }
 
     def _found(self, description: Description) -> JobState | None:
-        """Return an interrupted run's work if it can be continued; report it with `notice`."""
+        """Return an interrupted run's state, or None if it cannot be resumed. Sets `notice`."""
         journal = _read_json(self.folder / _JOURNAL)
         if journal is None:
             return None
@@ -319,7 +320,7 @@ class PreprocessJob:
 
 
 def key_prefixes(folder: Path, keys: Sequence[str]) -> list[Path]:
-    """Return the prefix of the files of each key in a job's folder."""
+    """Return the prefix of each key's files in the folder of a partition."""
     return [
         folder / f"{number}-{re.sub('[^0-9A-Za-z_.-]', '_', key)}"
         for number, key in enumerate(keys)
@@ -327,8 +328,8 @@ def key_prefixes(folder: Path, keys: Sequence[str]) -> list[Path]:
 
 
 def lock_folder(folder: Path) -> Lock:
-    """Lock a folder until the result is released or the process ends. Raises ValueError if another
-    process holds the lock, OSError if it cannot be created."""
+    """Lock a folder until the returned lock is released or the process ends. Raises ValueError if
+    another process holds the lock, and OSError if the folder cannot be created."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         return Lock(folder / _LOCK)
@@ -341,7 +342,7 @@ def lock_folder(folder: Path) -> Lock:
 
 @lru_cache(maxsize=1)
 def _lines_before(file: InputFile) -> int:
-    """Return the number of lines of a file before the ones that a partition reads."""
+    """Return the number of lines in a file before the lines that a partition reads."""
     return 1 + lines_in(file.path, file.start - 1) if file.path and file.start else 0
 
 
@@ -357,8 +358,8 @@ def _read_json(path: Path) -> Any:
 
 
 def _describe(inputs: Sequence[InputFile], encoder: BlockEncoder) -> Description:
-    """Return everything that the output depends on by the name of its flag: the settings, and the
-    size and time of every file that is read."""
+    """Return everything that the output depends on: the settings, by flag, and the size and
+    modification time of every file that is read."""
     settings = dataclasses.asdict(encoder.config)
     text = settings.pop("text")
     tokenizer = {name: _with_files(value) for name, value in text.pop("tokenizer").items()}
@@ -376,11 +377,11 @@ def _describe(inputs: Sequence[InputFile], encoder: BlockEncoder) -> Description
         for file in inputs
     ]
     described["format of the folder"] = _FORMAT
-    return json.loads(json.dumps(described))  # tuples become lists, as when read back
+    return json.loads(json.dumps(described))  # tuples become lists, as in the stored JSON
 
 
 def _with_files(value: Any) -> Any:
-    """Return a path with the sizes and times of the files there."""
+    """Return a path with its files' sizes and modification times; other values unchanged."""
     if not isinstance(value, str) or not Path(value).exists():
         return value
     path = Path(value)

@@ -1,6 +1,7 @@
-"""Sentences of a parallel corpus, one a line, to indexed files: ``tools/preprocess_data_nmt.py``.
+"""Indexed files from one side of a parallel corpus with one sentence per line
+(``tools/preprocess_data_nmt.py``).
 
-Line N of a language belongs to line N of the other, so that no line may be left out.
+Line N of one language corresponds to line N of the other, so no line may be left out.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.flags import option
-from megatron.data.indexed.dataset_writer import IndexedDatasetWriter
 from megatron.features.raw_text.encoder import TextEncoder, TextSettings
 from megatron.features.raw_text.workers import map_in_order
 from megatron.tokenizer.mark import mark_of
 from megatron.util.progress import say
 
-_LINES = 1000  # lines of a block, which a process tokenizes at once
+_LINES = 1000  # number of lines that a process tokenizes at a time
 _SECONDS_BETWEEN_LINES = 1.0
-Lines = tuple[int, list[str]]  # the number of the first, counted from 1, and the sentences
+Lines = tuple[int, list[str]]  # number of the first line, from 1, and the sentences
 
 
 @dataclass(frozen=True)
 class ParallelTextConfig:
-    """Preprocessing of one side of a parallel corpus: a sentence per line."""
+    """Options for preprocessing one side of a parallel corpus."""
 
     input: str | None = option(None)
-    """File with a sentence per line, without empty lines."""
+    """Text file with one sentence per line and no empty lines."""
     output_prefix: str | None = option(None)
-    """PREFIX of the files PREFIX.bin and PREFIX.idx, where each line is a document."""
+    """PREFIX of the files PREFIX.bin and PREFIX.idx. Each line becomes a document."""
     dataset_impl: str = option("mmap", choices=("mmap", "lazy", "cached"))
-    """Format of the output; every value writes mmap."""
+    """Format of the output. All values write mmap."""
     workers: int = option(1)
     """Number of processes that tokenize."""
     log_interval: int = option(100)
-    """Number of sentences between two progress lines, which appear at most once per second."""
+    """Number of sentences between progress lines, which appear at most once per second."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if a flag is missing."""
+        """Check the flags. Raises ConfigError if one is missing or out of range."""
         if self.input is None:
             raise ConfigError("--input is missing: the file to read")
         if self.output_prefix is None:
@@ -54,7 +55,7 @@ class ParallelTextConfig:
 
 
 def _prepare(encode: TextEncoder, path: str) -> Callable[[Lines], list[np.ndarray]]:
-    """Return the encoder of blocks of sentences, in each process."""
+    """Return the function that a worker process uses to encode a block of sentences."""
 
     def encoded(block: Lines) -> list[np.ndarray]:
         first, sentences = block
@@ -71,9 +72,9 @@ def _prepare(encode: TextEncoder, path: str) -> Callable[[Lines], list[np.ndarra
 
 
 def preprocess_sentences(config: ParallelTextConfig, tokenizer: TokenizerConfig) -> str:
-    """Write the files of the output, which appear when they are complete; return a summary. Raises
-    ValueError if a line has no token or is not UTF-8, or the file is empty; ConfigError for flags,
-    and OSError if a file cannot be read or written."""
+    """Write the output files, which appear only when they are complete, and return a summary.
+    Raises ValueError if the file is empty or if a line has no token or is not UTF-8, ConfigError if
+    a flag is wrong, and OSError if a file cannot be read or written."""
     path, prefix, start = Path(str(config.input)), str(config.output_prefix), time.perf_counter()
     if not path.is_file():
         raise ConfigError(f"--input {path}: there is no such file")

@@ -1,4 +1,4 @@
-"""All of preprocessing: from --input to .bin/.idx."""
+"""The preprocessing command: from --input to .bin and .idx files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron.apps.corpus.indexed_files import merge_datasets
+from megatron.apps.corpus.indexed_writer import publish
 from megatron.apps.corpus.preprocessing.inputs import (
     InputFile,
     PreprocessConfig,
@@ -30,7 +31,6 @@ from megatron.apps.corpus.preprocessing.job import (
 from megatron.apps.corpus.preprocessing.readers import BlockEncoder, EncodeConfig
 from megatron.apps.corpus.progress import Progress
 from megatron.config import TokenizerConfig
-from megatron.data.indexed.dataset_writer import publish
 from megatron.features.raw_text.encoder import TextSettings, available_splitter
 from megatron.features.raw_text.workers import usable_processors
 
@@ -41,11 +41,14 @@ Made = TypeVar("Made")
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> PreprocessSummary:
     """Tokenize the texts of the input and write an indexed dataset for each key.
 
-    The output is in the order of the input, whatever the number of workers and partitions, and
-    appears whole or not at all. Memory does not grow with the input. The same call continues a run
-    that was killed. Raises ValueError for a malformed line (unless they are skipped), a damaged
-    file, no eod for --append-eod, nothing to write, or another process that writes the same output;
-    ConfigError for flags, FileNotFoundError, and OSError if the output cannot be written.
+    The output is in input order, whatever the number of workers and partitions. It appears only
+    when it is complete. Memory use does not depend on the size of the input. Repeating the call
+    resumes a killed run.
+
+    Raises ValueError if a line is malformed (unless such lines are skipped), a file is damaged,
+    --append-eod is set without an eod token, the result is empty, or another process writes the
+    same output. Raises ConfigError if a flag is wrong, and OSError if a file is missing or cannot
+    be written.
     """
     config.check()
     inputs = find_inputs(config)
@@ -66,7 +69,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
 
 
 class _Preprocessing:
-    """The partitions of a command: `_parts` has the input of each by its folder."""
+    """The partitions of one command. `_parts` maps their work folders to their input files."""
 
     def __init__(
         self, config: PreprocessConfig, inputs: Sequence[InputFile], encoder: BlockEncoder
@@ -89,7 +92,8 @@ class _Preprocessing:
         self._progress = Progress(size, config.log_interval)
 
     def run(self) -> PreprocessSummary:
-        """Do the rest and publish the output, unless only a partition is requested."""
+        """Process the remaining partitions and publish the output, or with --partition-rank process
+        only that partition."""
         if self._config.partition_rank is not None:
             return self._summary(self._run_parts())
         with self._made(lambda: lock_folder(self._folder)):
@@ -138,10 +142,10 @@ class _Preprocessing:
                 self._progress.skip(job.state.bytes_read)
             try:
                 job.run(workers, self._report, self._is_over.is_set)
-            except BaseException as error:  # an interrupt, too
+            except BaseException as error:  # including an interrupt
                 if job.has_journal and not isinstance(error, ValueError):
                     _say(f"{folder} keeps what is done; the same command continues from there")
-                else:  # the same command would find the same malformed line again
+                else:  # a repeated command would fail at the same malformed line
                     job.remove()
                 raise
             return job.state

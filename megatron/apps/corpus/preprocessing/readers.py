@@ -1,7 +1,8 @@
-"""Input files as blocks of whole records, the unit of work of a process, and their token ids.
+"""Input files as blocks of whole records, the unit of work of a process, and the encoding of
+blocks.
 
-Plain JSON lines are read by the workers themselves, a range of bytes each; all other files are read
-and decompressed here, in order.
+Workers read plain JSON lines themselves, each a range of bytes. All other files are read and
+decompressed in the main process, in order.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from megatron.util.files import PARQUET_LIMITS, check_inflation
 
 BLOCK_BYTES = 1 << 20
 _ROWS_AT_A_TIME = 1024
-_BATCH_BYTES = 1 << 26  # bytes of a column's texts in memory at a time, about
+_BATCH_BYTES = 1 << 26  # approximate bytes of a column's texts that are in memory at a time
 _LONG_TEXT = _BATCH_BYTES // _ROWS_AT_A_TIME
-_ROW_BYTES = 64  # memory of a row, besides its texts
+_ROW_BYTES = 64  # estimated memory of a row, without its texts
 
 Content = bytes | list[str | None] | BadLine
-"""A JSON record, a text in UTF-8, a row's strings, or the reason a record is unusable."""
+"""A JSON record, a text in UTF-8, the strings of a row, or the reason why a record is malformed."""
 Record = tuple[int, Content]
-"""With the number of the record in its file, from 1: of its first line, its item or its row."""
+"""A record's number and content. The number, from 1, is its first line, its item in a JSON array,
+or its row in a Parquet file."""
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Lines that start from byte `start` up to byte `stop` of a plain file."""
+    """Lines of an uncompressed file that begin at or after byte `start` and before byte `stop`."""
 
     start: int
     stop: int
@@ -46,13 +48,13 @@ class FileRange:
 class RecordBlock:
     """Consecutive records of an input file."""
 
-    number: int  # of the file among the inputs, from 0
+    number: int  # index of the file among the inputs
     file: InputFile
     records: FileRange | list[Record]
     cursor: int
-    """Where reading continues after this block: a byte of plain lines, else the last record's
-    number."""
-    bytes_read: int  # of the file on disk, up to here
+    """Position from which to read on after this block: a byte offset for plain lines, otherwise the
+    number of the last record."""
+    bytes_read: int  # number of the file's bytes on disk read so far
 
 
 def read_blocks(
@@ -62,9 +64,9 @@ def read_blocks(
     first: int = 0,
     cursor: int = 0,
 ) -> Iterator[RecordBlock]:
-    """Yield all blocks from a cursor in file number `first` on; a record of more than `longest`
-    bytes becomes a bad line. Raises ValueError if a file is damaged, or not what its name says;
-    OSError if it cannot be read."""
+    """Yield all blocks, starting at position `cursor` of file number `first`. A record longer than
+    `longest` bytes becomes a `BadLine`. Raises ValueError if a file is damaged or its format
+    differs from its name, and OSError if it cannot be read."""
     for number, file in enumerate(inputs[first:], first):
         if file.is_divisible:
             end = file.start + file.bytes_to_read
@@ -136,8 +138,7 @@ def _items(text: io.BufferedReader, name: str, longest: int) -> Iterator[Record]
 
 
 def _paragraphs(lines: Iterator[tuple[int, bytes]], longest: int) -> Iterator[Record]:
-    """Yield the text between empty lines, or lines of white space, with the number of its first
-    line."""
+    """Yield each paragraph, the text between blank lines, with the number of its first line."""
     first, size = 0, 0
     paragraph: list[bytes] = []
     for number, line in chain(lines, [(0, b"")]):
@@ -148,13 +149,13 @@ def _paragraphs(lines: Iterator[tuple[int, bytes]], longest: int) -> Iterator[Re
             continue
         if not paragraph:
             first = number
-        if size <= longest:  # enough of a longer one to tell that it is
+        if size <= longest:  # once the paragraph is too long, its remaining lines are not needed
             paragraph.append(line)
             size += len(line) + 1
 
 
 def _rows(file: BinaryIO, name: str, columns: Sequence[str], done: int) -> Iterator[Record]:
-    """Yield the rows of a Parquet file; row groups with no row after number `done` are not read."""
+    """Yield the rows of a Parquet file after row `done`, without reading earlier row groups."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -185,8 +186,9 @@ def _rows(file: BinaryIO, name: str, columns: Sequence[str], done: int) -> Itera
 def _rows_of_group(  # type: ignore[no-untyped-def]
     table, shared, group: int, name: str, columns: Sequence[str]
 ) -> Iterator[list[str | None]]:
-    """Yield rows; ``shared`` reads the same file, each text of a dictionary once. Raises ValueError
-    if a few bytes stand for too much."""
+    """Yield the rows of a row group. ``shared`` is the same file, read with dictionaries, in which
+    each distinct text occurs once. Raises ValueError if texts are implausibly large for their
+    compressed size."""
     where = f"--input {name}, row group {group + 1}:"
     chunks = table.metadata.row_group(group)
     ours = [c for c in map(chunks.column, range(chunks.num_columns)) if c.path_in_schema in columns]
@@ -210,8 +212,8 @@ def _rows_of_group(  # type: ignore[no-untyped-def]
 
 
 def _longest_shared(shared, group: int, columns: Sequence[str]) -> int:  # type: ignore[no-untyped-def]
-    """Return the bytes of the longest text in a row group's dictionaries. It is stored once, but
-    every row may contain it."""
+    """Return the size in bytes of the longest text in a row group's dictionaries. A dictionary
+    stores the text once, but every row may contain it."""
     from pyarrow import compute
 
     longest = 1
@@ -249,7 +251,7 @@ _RANGE_BUFFER_BYTES = 1 << 17
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """Settings that decide which tokens a record becomes."""
+    """Settings that determine how a record is tokenized."""
 
     text: TextSettings
     keys: tuple[str, ...]
@@ -259,25 +261,26 @@ class EncodeConfig:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    tokens: npt.NDArray[np.integer]  # all documents back to back
+    tokens: npt.NDArray[np.integer]  # all documents concatenated
     sequence_lengths: npt.NDArray[np.int32]
     sequences_per_document: npt.NDArray[np.int32]
     text_bytes: int  # UTF-8 bytes of the texts
-    empty: int  # texts without a token; they make no document
+    empty: int  # number of texts without tokens, which do not become documents
 
 
 @dataclass(frozen=True)
 class EncodedBlock:
     texts: list[EncodedTexts]  # one for each key
-    bad_lines: list[BadLine]  # with their numbers in the file; of a range of bytes, in the range
-    lines: int  # of a range of bytes; else 0
+    bad_lines: list[BadLine]  # numbered within the file, or within a range of bytes
+    lines: int  # number of lines in a range of bytes; 0 for other blocks
 
 
 class BlockEncoder:
-    """Encoder of blocks; the same records give the same tokens in every process and block."""
+    """Encoder of blocks. Equal records give equal tokens in all processes and blocks."""
 
     def __init__(self, config: EncodeConfig) -> None:
-        """Raises what `build_tokenizer`, `TextEncoder.eod` and `build_splitter` raise."""
+        """Build the tokenizer and sentence splitter. Raises the errors of `build_tokenizer`,
+        `TextEncoder.eod` and `build_splitter`."""
         self.config = config
         self._encode = TextEncoder(config.text)
         self.dtype = self._encode.dtype
@@ -287,7 +290,7 @@ class BlockEncoder:
         assert self._encode.split is None or config.text.splitter
 
     def __call__(self, block: RecordBlock) -> EncodedBlock:
-        """Raises OSError where a range cannot be read."""
+        """Encode a block. Raises OSError if a range of bytes cannot be read."""
         numbers: list[int] = []
         columns: list[list[str]] = [[] for _ in self.config.keys]
         bad: list[BadLine] = []
@@ -305,7 +308,7 @@ class BlockEncoder:
                     break
         try:
             texts = [self._encoded(column) for column in columns]
-        except ValueError:  # a text cannot be tokenized: find out which
+        except ValueError:  # find the text that cannot be tokenized
             refusals: dict[int, BadLine] = {}
             for column in columns:
                 for place, error in refused(self._encode, column):
@@ -319,7 +322,7 @@ class BlockEncoder:
         return EncodedBlock(texts, bad, lines if isinstance(block.records, FileRange) else 0)
 
     def _records(self, block: RecordBlock) -> Iterator[Record]:
-        """Yield the records of the block; the lines of a range are numbered within it."""
+        """Yield the records of a block. The lines of a byte range are numbered within the range."""
         if not isinstance(block.records, FileRange):
             yield from block.records
             return

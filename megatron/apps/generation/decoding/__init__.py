@@ -1,1 +1,1 @@
-"""From logits to tokens and text."""
+"""Decoding: convert logits to tokens and text."""

@@ -1,4 +1,4 @@
-"""Beam search: the texts that are continued after a step, and the results.
+"""Beam search: choose which beams to extend after each step, and rank the results.
 
 Shapes: W running beams (one before the first step), V vocabulary.
 """
@@ -20,7 +20,8 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class _Beam:
-    """A text by its last token; ``total`` is the float32 sum of its log-probabilities."""
+    """A partial sequence, stored as its last token and a link to the beam it extends. ``total`` is
+    the float32 sum of the log-probabilities of its tokens."""
 
     total: np.float32
     before: _Beam | None = None
@@ -29,7 +30,7 @@ class _Beam:
     score: TokenScore | None = None
 
     def tokens(self, last: int | None = None) -> tuple[int, ...]:
-        """All its tokens, or the ``last`` ones."""
+        """Return the tokens of this beam, or only its final ``last`` tokens if given."""
         return tuple(beam.token for beam in self._path(last))
 
     def scores(self) -> tuple[TokenScore, ...]:
@@ -45,15 +46,16 @@ class _Beam:
 
 
 class BeamSearch:
-    """The beams of one prompt, as in `transformers` with ``num_beams`` and ``length_penalty``.
+    """Beam search for one prompt, as in `transformers` with ``num_beams`` and ``length_penalty``.
 
-    A step looks at the 2 x width best continuations of all beams ((1 + stops) x width with several
-    stop tokens). Of those that end, the ones ranked among the first ``width`` become results, the
-    others are skipped; the best ``width`` of the rest are continued. Results are ranked by their
-    sum of log-probabilities / length ^ ``length_penalty``, their last token included. The search is
-    ``done`` once there are ``width`` results and the best beam, at its present length, is not
-    better. (Megatron compares the best continuation, even if it has just ended, and so may take
-    more steps.)
+    Each step considers the 2 x width best continuations of all beams, or (1 + stops) x width with
+    several stop tokens. A continuation that ends becomes a result if it ranks among the first
+    ``width``, and is dropped otherwise. The best ``width`` unfinished continuations become the
+    running beams. Results are ranked by their sum of log-probabilities / length ^
+    ``length_penalty``, including the last token. The search is ``done`` once there are ``width``
+    results and the best running beam, at its current length, does not score higher than the worst
+    of the results. (Megatron compares the best continuation even if it has just ended, so it may
+    take more steps.)
     """
 
     def __init__(
@@ -64,8 +66,8 @@ class BeamSearch:
         prompt: Sequence[int] = (),
         logprobs: int | None = None,
     ) -> None:
-        """``tokenizer`` and ``prompt`` are for stop texts. Raises ValueError without new tokens, or
-        for stop texts without a tokenizer."""
+        """``tokenizer`` and ``prompt`` are only needed for stop texts. Raises ValueError if
+        ``max_new_tokens`` is less than 1, or if there are stop texts but no tokenizer."""
         if stopping.max_new_tokens < 1:
             raise ValueError("a beam search needs max_new_tokens of 1 or more")
         if stopping.texts and tokenizer is None:
@@ -75,13 +77,13 @@ class BeamSearch:
         self._tokenizer, self._prompt = tokenizer, prompt
         self._running = [_Beam(np.float32(0))]
         self._finished: list[tuple[np.float32, _Beam]] = []
-        # A character may be four tokens.
+        # A character may take up to four tokens.
         self._visible = 4 * max(map(len, stopping.texts), default=0) + 8
 
     def step(self, logits_WV: Tensor) -> list[tuple[int, int]]:
-        """Continues the beams by a token each, given the raw logits after them (float32, CPU).
-        Returns (row, token) of each continued beam, the best first; none once the search is over.
-        Raises ValueError if a logit is not a number."""
+        """Extend each beam by one token, given the raw logits after its last token (float32, on the
+        CPU). Return (row in ``logits_WV``, token) for each beam that continues, best first, or an
+        empty list once the search is done. Raises ValueError if a logit is NaN or infinite."""
         assert not self.done and len(logits_WV) == len(self._running)
         width = self._beams.width
         going: list[tuple[int, _Beam]] = []
@@ -93,20 +95,21 @@ class BeamSearch:
                 self._finished.append((self._score(beam), beam))
             if len(going) == width:
                 break
-        self._finished.sort(key=lambda pair: -pair[0])  # stable: the earlier one stays first
+        # The sort is stable: among equal scores the earlier result stays first.
+        self._finished.sort(key=lambda pair: -pair[0])
         del self._finished[width:]
         self._running = [beam for _, beam in going]
         self.done = not going or not self._may_improve()
         return [] if self.done else [(row, beam.token) for row, beam in going]
 
     def results(self) -> tuple[BeamResult, ...]:
-        """The finished texts, the best first."""
+        """Return the finished beams as results, best first."""
         return tuple(
             BeamResult(beam.tokens(), float(score), beam.scores()) for score, beam in self._finished
         )
 
     def _candidates(self, logits_WV: Tensor) -> list[tuple[int, _Beam]]:
-        """The best continuations and the rows that they continue, the best first."""
+        """Return the best continuations, best first, each with the row of its parent beam."""
         totals_W = torch.tensor(np.array([beam.total for beam in self._running]))
         if not torch.isfinite(logits_WV.amax(-1)).all():
             raise ValueError("the model's logits contain NaN or infinity")
@@ -133,7 +136,8 @@ class BeamSearch:
         if not stopping.texts:
             return False
         assert self._tokenizer is not None
-        # Stop texts that ended before the last token would have ended the text there.
+        # A stop text that was complete before the last token would already have ended this beam, so
+        # only the text of the most recent tokens is searched.
         seen = beam.tokens(2 * self._visible)
         context = [*self._prompt[-self._visible :], *seen[: -self._visible]]
         text = continuation_text(self._tokenizer, context, seen[-self._visible :])

@@ -1,4 +1,4 @@
-"""Conversations to prompts, by the chat template that a tokenizer comes with."""
+"""Convert conversations to prompts with the chat template of a tokenizer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from megatron.tokenizer import Tokenizer
 from megatron.util.json_text import parse_json
 
 Message = Mapping[str, Any]
-"""A message with "role", "content" and other keys that a template reads; JSON values only."""
+"""A chat message: a mapping with "role", "content" and any other keys that the template uses. All
+values are JSON values."""
 
-# Names of a model's thoughts before its answer; templates use the first.
+# Keys under which messages may contain the model's reasoning, in order of preference.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The form of a conversation's prompt.
+    """Rules for rendering a conversation as a prompt.
 
     Attributes:
-        templates: in jinja's language by name: "default", and "tool_use" where tools have their
-            own. Without any, a turn is a paragraph that begins with its role.
-        variables: of the templates, such as "bos_token".
-        stops: texts that end an answer; templates use special tokens.
+        templates: Jinja chat templates by name: "default", and "tool_use" if the tokenizer has a
+            separate template for tools. Without templates, each turn is a paragraph with its role.
+        variables: template variables, such as "bos_token".
+        stops: texts that end an answer. Empty with templates, which use special tokens.
     """
 
     templates: Mapping[str, str] = field(default_factory=dict)
@@ -43,8 +44,10 @@ class ChatFormat:
     def of(
         cls, tokenizer: Tokenizer, folder: Path | None = None, template: str | None = None
     ) -> ChatFormat:
-        """Return ``template``, or the template of the tokenizer or of its files in ``folder``
-        (chat_template.jinja, tokenizer_config.json), or else the plain format."""
+        """Return the format for a tokenizer. Uses ``template`` if given, otherwise the template of
+        the `transformers` tokenizer, or, for other tokenizers, that in ``folder``
+        (chat_template.jinja, tokenizer_config.json). Without any template, returns the plain
+        format."""
         theirs: object
         if (inner := getattr(tokenizer, "transformers_tokenizer", None)) is not None:
             theirs, variables = inner.chat_template, special_variables(inner)
@@ -60,12 +63,13 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation, as `transformers` renders it; ``add_generation_prompt`` ends
-        it with the beginning of an answer. Raises ValueError without messages, or if the template
-        refuses them, is not allowed, or takes too much time, memory or text."""
+        """Return the text of a conversation, as `transformers` renders it.
+        ``add_generation_prompt`` appends the beginning of an answer. Raises ValueError if there are
+        no messages, or if the template rejects them, does something forbidden, or exceeds its
+        limits on time, memory or output."""
         if not messages:
             raise ValueError("a conversation needs a message at least")
-        # Templates write None as text, or fail.
+        # Omit None values: templates would print them as text, or fail.
         present = [{k: v for k, v in message.items() if v is not None} for message in messages]
         if not self.templates:
             return _plain(present, add_generation_prompt)
@@ -86,27 +90,29 @@ class ChatFormat:
     def tokens(
         self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any
     ) -> list[int]:
-        """The ids of a conversation; see :meth:`render`."""
+        """Return the token ids of a conversation. ``options`` are passed to :meth:`render`."""
         text = self.render(messages, **options)
-        if self.templates:  # which write the token at the beginning of a text themselves
+        if self.templates:  # templates write the beginning-of-text token themselves
             return tokenizer.tokenize_sentences([text])[0].tolist()
         return tokenizer.tokenize(text)
 
     def prompt(
         self, tokenizer: Tokenizer, messages: Sequence[Message], runner: Runner
     ) -> tuple[int, ...]:
-        """The ids of a conversation that a model answers, which an encoder may read."""
+        """Return the prompt's token ids for a conversation that the model is to answer. If the
+        model has an encoder, they are the encoder's input."""
         if runner.max_prompt is not None:
             return prompt_tokens(tokenizer, self.render(messages), runner)
         return tuple(self.tokens(tokenizer, messages))
 
     def close(self) -> None:
-        """Ends the process that renders templates; the next one starts another."""
+        """Stop the process that renders templates. The next :meth:`render` starts a new one."""
         self._process.close()
 
 
 def _by_name(template: object) -> dict[str, str]:
-    """Templates as tokenizer_config.json has them: one, or a list, or several by name."""
+    """Return the templates by name. tokenizer_config.json contains a single template, a list of
+    named templates, or a mapping from names to templates."""
     if isinstance(template, str):
         return {"default": template}
     if isinstance(template, Mapping):
@@ -120,7 +126,7 @@ def _by_name(template: object) -> dict[str, str]:
 
 
 def _of_folder(folder: Path | None) -> tuple[object, dict[str, str]]:
-    """Template and special tokens of the files of a tokenizer."""
+    """Return the chat template and the special tokens from a tokenizer's files."""
     if folder is None:
         return None, {}
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
@@ -158,7 +164,7 @@ def _plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:
 
 
 def _text(content: object) -> str:
-    """A content is a text, or a list of parts."""
+    """Return the text of a message's content, which is a string or a list of text parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else [content]

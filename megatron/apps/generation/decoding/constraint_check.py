@@ -1,8 +1,10 @@
-"""A program that compiles a constraint within limits, before a server does it in its own process.
+"""Program that compiles a constraint under resource limits, before a server compiles it in its own
+process.
 
-It reads JSON from its standard input (grammar, limits, seconds of CPU time, bytes of memory), and
-writes the error of the grammar, or nothing. Its argument is the folder of llguidance. It is started
-without this package, whose import would take longer than the check.
+It reads JSON from standard input (the grammar, llguidance's limits, seconds of CPU time and bytes
+of memory) and writes the grammar's error to standard output, or nothing if it compiles. Its
+argument is the folder that contains llguidance. It runs as a plain script, because importing this
+package takes longer than the check.
 """
 
 import json
@@ -26,7 +28,7 @@ def main() -> None:
 
 
 class _Bytes:
-    """A tokenizer for llguidance whose tokens are bytes."""
+    """Byte-level tokenizer with the interface that llguidance expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -1,8 +1,8 @@
-"""Texts that must match a regular expression, a JSON schema or a grammar, by llguidance.
+"""Constrained decoding with llguidance: match a regular expression, JSON schema or grammar.
 
-A client may be hostile. The size of a source is limited, its automata are bounded by llguidance's
-limits, and it is first compiled in a separate process, which is killed if it takes too much time or
-memory. References of a schema are resolved within the schema only.
+Clients may be hostile. The size of a constraint's source and of the automata that llguidance builds
+from it is limited. A constraint is first compiled in a separate process, which is killed if it uses
+too much time or memory. References in a schema are resolved within the schema only.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _LIMITS: dict[str, Any] = {
 }
 _CPU_SECONDS, _WALL_SECONDS, _MEMORY = 1, 20, 2 << 30
 _SLOWEST_STEP = 1.0
-# White space between the parts of JSON: one space, or a new line with its indentation. Weak models
-# write it without end where they can.
+# White space allowed between JSON tokens: one space, or a newline with its indentation. Weak models
+# would otherwise write white space without end.
 _JSON_SPACE = r"( |\r?\n[ \t]{0,40})"
 _KEPT = 64
-_CHECKS = threading.BoundedSemaphore(2)  # processes at a time
+_CHECKS = threading.BoundedSemaphore(2)  # maximum number of concurrent check processes
 
 
 class TokenConstraint:
-    """The tokens that may come next in one sequence; ``finished`` once the text matches and nothing
-    can follow, or a stop token has ended it."""
+    """Constraint state of one sequence: computes which tokens may come next. ``finished`` is set
+    once the text matches and cannot be continued, or once a stop token has been chosen."""
 
     def __init__(
         self, matcher: Any, vocab_size: int, stop_tokens: Collection[int], name: str
     ) -> None:
-        """``matcher`` is an LLMatcher whose end token is the id ``vocab_size``."""
+        """``matcher`` is an LLMatcher whose end-of-text token has the id ``vocab_size``."""
         self._matcher, self._vocab_size, self._name = matcher, vocab_size, name
         self._stops = [token for token in stop_tokens if token < vocab_size]
         self.finished = False
 
     def allowed(self) -> Mask:
-        """The tokens that may come next; stop tokens where the text matches as a whole. Raises
-        ValueError if no token fits, or the constraint is too complex."""
+        """Return the mask of tokens that may come next. Stop tokens are allowed if the text is a
+        complete match. Raises ValueError if no token fits or the constraint is too complex."""
         start = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
@@ -72,7 +72,7 @@ class TokenConstraint:
         return allowed
 
     def advance(self, token: int) -> None:
-        """Takes an allowed token."""
+        """Update the state with the chosen token. Raises ValueError if it is not allowed."""
         if token in self._stops:
             self.finished = True
             return
@@ -82,19 +82,19 @@ class TokenConstraint:
 
 
 class ConstraintCompiler:
-    """Compiles constraints for the tokens of a model. May be used by several threads."""
+    """Thread-safe compiler and cache of constraints for a model's tokens."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """``vocab_size`` is the number of the model's logits, not of the tokenizer's ids."""
+        """``vocab_size`` is the number of logits, which may exceed the tokenizer's vocabulary."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
         self._tokens: Any = None
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
 
     def compile(self, constraint: Constraint, stop_tokens: Collection[int]) -> TokenConstraint:
-        """A new sequence's state; a new source takes some tenths of a second. Raises ValueError
-        if it is malformed, too large or too complex, or the tokenizer cannot write it, or
-        llguidance is not installed."""
+        """Return the constraint state for a new sequence. Compiling a new source takes a few tenths
+        of a second. Raises ValueError if the source is malformed, too large or too complex, if the
+        tokenizer cannot produce matching text, or if llguidance is not installed."""
         with self._lock:
             template = self._compiled.get(constraint)
         if template is None:
@@ -136,9 +136,10 @@ class ConstraintCompiler:
 
 
 class _Wrapper:
-    """A tokenizer for llguidance. Special tokens are not text, so that nothing matches them. The
-    vocabulary is followed by the end of a text and the bytes that are not tokens, since every text
-    that must come must have tokens."""
+    """Adapter from a tokenizer to llguidance's interface. Special tokens are mapped to empty
+    strings, so that no constraint matches them. The end-of-text token is appended to the
+    vocabulary, followed by every single byte that has no token, because llguidance must be able to
+    tokenize any forced text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -158,20 +159,21 @@ class _Wrapper:
         self._own = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a forced text: the tokenizer's, if they decode to this text alone.
-        An error would end the process."""
+        """Return the tokens of a forced text: the tokenizer's own if they decode to exactly this
+        text, otherwise the longest matching tokens. Never raises, because llguidance would end the
+        process on an exception."""
         try:
             ids = self._own.tokenize(text)
             tokens = [self.tokens[i] for i in ids]
             if all(tokens) and b"".join(tokens) == text.encode():
                 return ids
-        except Exception:  # a tokenizer may raise anything; its tokens are tried one by one then
+        except Exception:  # a tokenizer may raise anything; fall back to greedy matching
             pass
         return self.tokenizer.greedy_tokenize(text) if self.tokenizer else []
 
 
 def _grammar(constraint: Constraint) -> str:
-    """The grammar in llguidance's form."""
+    """Return the constraint's source in llguidance's format. Raises ValueError if it is invalid."""
     from llguidance import LLMatcher
 
     name, source = _NAMES[constraint.kind], constraint.source
@@ -202,7 +204,7 @@ def _grammar(constraint: Constraint) -> str:
 
 
 def _check(grammar: str, name: str) -> None:
-    """Compiles a grammar in another process. Raises ValueError if that fails or takes too much."""
+    """Compile a grammar in a separate process. Raises ValueError if that fails or hits a limit."""
     import llguidance
 
     limits = {"limits": _LIMITS, "seconds": _CPU_SECONDS, "memory": _MEMORY}

@@ -1,6 +1,7 @@
-"""Sampling of the next token from logits, on the CPU, in numpy and one row at a time: a row's
-result depends neither on other rows nor on the number of threads. Shapes: V vocabulary, N tokens
-that are left.
+"""Sample the next token from logits.
+
+Sampling runs on the CPU, in numpy and one row at a time, so that a row's result does not depend on
+other rows or on the number of threads. Shapes: V vocabulary, N tokens kept by the filters.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ from megatron.apps.generation.request import Sampling, TokenScore
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
-Row = npt.NDArray[np.float32]  # logits, or probabilities times a common factor
-Mask = npt.NDArray[np.bool_]  # true for the tokens of the vocabulary that may come next, [V]
+Row = npt.NDArray[np.float32]  # logits, or unnormalized probabilities
+Mask = npt.NDArray[np.bool_]  # bool [V], true for the tokens that may come next
 Ids = npt.NDArray[np.int64]
 
 _BLOCK, _SMALL_BLOCK = 256, 32
 _BIN_BITS = 11
-_AT_ONCE = 2**19  # logits processed at a time
-_FEW = 4096  # numbers that are sorted directly; larger sets are reduced first
+_AT_ONCE = 2**19  # number of logits processed at a time
+_FEW = 4096  # maximum size of a set that is sorted directly; larger sets are reduced first
 
 
 class TokenSampler:
-    """Chooses the tokens of one sequence, one after the other. A draw depends on the seed, on the
-    position of its token and on the logits there, and on nothing else that runs."""
+    """Sampler of the tokens of one sequence, in order. Each draw depends only on the seed, the
+    position of the token and its logits, not on other sequences."""
 
     def __init__(
         self, sampling: Sampling, prompt: Sequence[int], tokenizer: Tokenizer | None = None
     ) -> None:
-        """``tokenizer`` knows the newlines of ``prevent_newline_after_colon``. Raises ValueError if
-        that is set without."""
+        """``tokenizer`` is only used for ``prevent_newline_after_colon``, to find newline tokens
+        and the text of the last token. Raises ValueError if that option is set without a
+        tokenizer."""
         self.sampling = sampling
         self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._position = len(prompt)
@@ -50,8 +52,8 @@ class TokenSampler:
             raise ValueError("prevent_newline_after_colon needs a tokenizer")
 
     def choose(self, logits_V: Tensor, allowed: Mask | None = None) -> int:
-        """The next token, which joins the sequence, of raw float32 logits on the CPU. Raises
-        ValueError if every token is excluded, or a logit is not a number."""
+        """Return the next token, chosen from raw float32 logits on the CPU, and append it to the
+        sequence. Raises ValueError if every token is excluded, or if a logit is NaN or infinite."""
         logits = self._penalized(logits_V.numpy())
         if allowed is not None:
             logits = np.where(allowed, logits, np.float32(-np.inf))
@@ -63,7 +65,8 @@ class TokenSampler:
         return token
 
     def kept(self, logits_V: Tensor) -> tuple[Ids, Row]:
-        """The tokens of a draw in ascending order, and the probability of each; both [N]."""
+        """Return the tokens that the filters keep, in ascending order, and the probability of each.
+        Both have shape [N]."""
         ids, weights = self._candidates(self._penalized(logits_V.numpy()))
         if ids is None:
             ids = np.arange(len(weights))
@@ -79,7 +82,8 @@ class TokenSampler:
             self._top_p = max(self._top_p * self.sampling.top_p_decay, self.sampling.top_p_bound)
 
     def _penalized(self, logits: Row) -> Row:
-        """Logits after the penalties and the bias, as transformers and vLLM define them."""
+        """Return the logits after penalties and bias, as defined by transformers and vLLM. The
+        argument is not modified."""
         sampling, counts = self.sampling, self._counts
         additive = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
         if not (self._seen or (additive and counts) or sampling.bias):
@@ -109,8 +113,9 @@ class TokenSampler:
         return logits
 
     def _candidates(self, logits: Row) -> tuple[Ids | None, Row]:
-        """Ids (None for all) and weights of the tokens that the filters keep, applied in
-        transformers' order."""
+        """Return the ids and unnormalized probabilities of the tokens that the filters keep. The
+        ids are None if no filter is active. The filters are applied in the same order as in
+        transformers."""
         sampling, ids = self.sampling, None
         logits = logits / np.float32(sampling.temperature)
         if 0 < sampling.top_k < len(logits):
@@ -134,7 +139,8 @@ class TokenSampler:
 
     @property
     def unfiltered(self) -> bool:
-        """True if a draw is from all tokens, by their logits divided by the temperature."""
+        """True if tokens are sampled from the plain softmax of logits / temperature, without
+        filters, penalties or bias."""
         sampling = self.sampling
         penalized = self._seen or sampling.presence_penalty or sampling.frequency_penalty
         filtered = sampling.top_k > 0 or self._top_p < 1 or sampling.min_p > 0
@@ -142,7 +148,8 @@ class TokenSampler:
         return not (sampling.greedy or penalized or filtered or other)
 
     def choose_softened(self, soft: SoftRow) -> int:
-        """:meth:`choose` of an :attr:`unfiltered` sampler."""
+        """Sample the next token of an :attr:`unfiltered` sampler. The result is the same as that of
+        :meth:`choose`."""
         _check_largest(soft.largest)
         token = self._place(soft.weights_V)
         self._add(token)
@@ -159,8 +166,8 @@ def _check_largest(largest: np.float32) -> None:
 
 
 class SoftRow(NamedTuple):
-    """Raw logits divided by a temperature, float32 [V]: the largest, exp(logit - largest), and the
-    logarithm of the sum of these."""
+    """Row of a tempered softmax: raw logits divided by a temperature (float32 [V]), the largest of
+    them, the weights exp(logit - largest), and the logarithm of the sum of the weights."""
 
     logits_V: Row
     largest: np.float32
@@ -168,46 +175,47 @@ class SoftRow(NamedTuple):
     log_sum: float
 
     def log_prob(self, token: int) -> float:
-        """The log-probability of a token."""
+        """Return the log-probability of a token."""
         return float(self.logits_V[token]) - float(self.largest) - self.log_sum
 
 
 def softened(logits_RV: Row, temperature: float) -> Iterator[SoftRow]:
-    """Each row of raw logits, with bits that do not depend on the other rows."""
+    """Yield a :class:`SoftRow` for each row of raw logits. Each row's result is bitwise independent
+    of the other rows."""
     size = max(1, _AT_ONCE // logits_RV.shape[1])
     for first in range(0, len(logits_RV), size):
         rows = logits_RV[first : first + size]
         logits: Row = np.divide(rows, np.float32(temperature), dtype=np.float32)
         largest_R = logits.max(axis=1)
         weights = np.exp(logits - largest_R[:, None])
-        # The sum is near 1 and the subtractions are in float64, so that nothing is rounded to the
-        # spacing of float32 around the logits.
+        # The weights are at most 1, and log_prob subtracts in float64, so no result is rounded to
+        # the float32 spacing around the logits.
         log_sums_R = np.log(weights.astype(np.float64).sum(axis=1))
         yield from map(SoftRow, logits, largest_R, weights, log_sums_R.tolist())
 
 
 def token_score(logits_V: Tensor, token: int, top: int = 0, temperature: float = 1.0) -> TokenScore:
-    """The log-probability of a token under raw logits divided by a temperature, and the ``top``
-    most probable tokens with theirs; of equal ones the lower id comes first."""
+    """Return the log-probability of a token under raw logits divided by a temperature, and the
+    ``top`` most probable tokens with their log-probabilities. Ties go to the lower id."""
     (soft,) = softened(logits_V.numpy()[None], temperature)
     ids = most_probable(soft.logits_V, top) if top else []
     return TokenScore(token, soft.log_prob(token), tuple((i, soft.log_prob(i)) for i in ids))
 
 
 def most_probable(logits: Row, count: int) -> list[int]:
-    """Ids of the ``count`` largest logits, the largest first; of equal ones the lower id."""
+    """Return the ids of the ``count`` largest logits, largest first. Ties go to the lower id."""
     ids = at_least_kth(logits, count) if count < len(logits) else np.arange(len(logits))
     order = np.argsort(-logits[ids], kind="stable")
     return ids[order[:count]].tolist()
 
 
 def at_least_kth(values: Row, k: int) -> Ids:
-    """Places of the values that are at least the ``k``-th largest, in ascending order."""
+    """Return the indices of values that are at least the ``k``-th largest, in ascending order."""
     blocks = len(values) // _SMALL_BLOCK
     if 4 * k > blocks:
         return np.flatnonzero(values >= np.partition(values, len(values) - k)[len(values) - k])
-    # k blocks have a value of at least the k-th largest maximum of a block, so that the k-th
-    # largest of all values is not below it.
+    # At least k blocks have a maximum that reaches the k-th largest block maximum. So the k-th
+    # largest value is at least this bound, and only values that reach it need to be searched.
     maxima = values[: blocks * _SMALL_BLOCK].reshape(blocks, _SMALL_BLOCK).max(axis=1)
     some = np.flatnonzero(values >= np.partition(maxima, blocks - k)[blocks - k])
     few = values[some]
@@ -215,14 +223,15 @@ def at_least_kth(values: Row, k: int) -> Ids:
 
 
 def nucleus(weights: Row, share: float) -> Ids:
-    """Return the places, in ascending order, of the fewest weights (at least one; the first among
-    equals) that sum to at least ``share`` of the total (Holtzman et al. 2020, arXiv:1904.09751)."""
+    """Return the indices, in ascending order, of the smallest set of weights that sums to at least
+    ``share`` of the total (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751). The set is
+    never empty. Of equal weights, those with lower indices are kept."""
     total = float(weights.sum(dtype=np.float64))
-    # All weights below this sum up to less than may be left out.
+    # The weights below this bound sum to less than the mass that may be left out.
     some = weights[weights >= min((1 - share) * total / len(weights), float(weights.max()))]
     least, count = share * total, 0
     while len(some) > _FEW:
-        # The bits of positive floats are in the order of the numbers.
+        # The bit patterns of positive floats sort in the same order as the floats.
         bits = some.view(np.int32)
         below = bits.max() - bits
         width = int(below.max()).bit_length()
@@ -245,7 +254,8 @@ def nucleus(weights: Row, share: float) -> Ids:
 
 
 def place_of(weights: Row, uniform: float) -> int:
-    """The place where the running sum of weights exceeds ``uniform`` (in [0, 1)) of their sum."""
+    """Return the first index at which the cumulative sum of the weights exceeds ``uniform`` (in [0,
+    1)) times their total."""
     if len(weights) <= _FEW:
         return _first_above(np.cumsum(weights, dtype=np.float64), uniform)
     sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)), dtype=np.float64)
@@ -257,8 +267,8 @@ def place_of(weights: Row, uniform: float) -> int:
 
 
 def _first_above(sums: npt.NDArray[np.float64], share: float) -> int:
-    """Return the first place whose cumulative sum exceeds a share of the last; rounding never
-    selects a place after the last nonzero one."""
+    """Return the first index at which a cumulative sum exceeds ``share`` of the last one. Rounding
+    never selects an index after the last nonzero weight."""
     last = sums[-1]
     target = share * last
     return int(sums.searchsorted(target, "right") if target < last else sums.searchsorted(last))

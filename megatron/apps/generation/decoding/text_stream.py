@@ -1,6 +1,7 @@
-"""The text of tokens as they arrive, and its end. A character is emitted once all its bytes are
-there, so emitted text never changes. In the end the text of all tokens is emitted, however they
-were split, in linear time.
+"""Detokenize a stream of tokens, and find stop texts in it.
+
+A character is emitted once all its bytes have arrived, so emitted text never changes. The total
+emitted text is that of all tokens, however they were split into calls. The time is linear.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _LONGEST_WINDOW, _KEPT = 64, 8
 
 
 class TextStream:
-    """The text after a prompt, piece by piece. An id beyond the tokenizer's vocabulary, if the
-    model's is larger, has no text."""
+    """Incremental detokenizer for the text after a prompt. Ids beyond the tokenizer's vocabulary,
+    which occur if the model's vocabulary is larger, produce no text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         joined = tokenizer.joins_bytes
@@ -27,23 +28,24 @@ class TextStream:
         self._begun = False
 
     def add(self, token: int) -> str:
-        """The text that is certain with this token and was not before."""
+        """Add a token, and return the text that is now final."""
         self._begun = True
         return self._decoder.add(token)
 
     def close(self) -> str:
-        """The rest: bytes that are not a character become U+FFFD."""
+        """Return the remaining text. Bytes of incomplete characters become U+FFFD."""
         return self._decoder.close() if self._begun else ""
 
     @property
     def held(self) -> str:
-        """Whole characters that are held back only because later bytes may make them invalid."""
+        """Complete characters that are held back only because later bytes may make them invalid."""
         return self._decoder.held
 
 
 def continuation_text(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Text of the new tokens after the prompt, from the character that they complete; decoded alone
-    they would lose the space that some tokenizers omit at the start of a text."""
+    """Return the text of the new tokens after a prompt, starting with any character that the prompt
+    leaves incomplete. Some tokenizers would drop the leading space if the new tokens were decoded
+    alone."""
     if not new:
         return ""
     start = len(_decided(tokenizer, prompt))
@@ -53,8 +55,8 @@ def continuation_text(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence
 def token_texts(
     tokenizer: Tokenizer, tokens: Sequence[int], prompt: Sequence[int] = ()
 ) -> list[str]:
-    """The text that each token adds after a prompt; a character of several tokens belongs to the
-    last one."""
+    """Return the text that each token adds after a prompt. The text of a character that spans
+    several tokens belongs to the last of them."""
     stream = TextStream(tokenizer, prompt)
     texts = [stream.add(token) for token in tokens]
     if texts:
@@ -63,19 +65,19 @@ def token_texts(
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> bytes:
-    """The bytes that a token adds to a text in UTF-8, possibly a part of a character."""
+    """Return the UTF-8 bytes that a token adds to a text. They may end within a character."""
     return tokenizer.token_bytes[token] if token < tokenizer.vocab_size else b""
 
 
 class _Bytes:
-    """For tokenizers that join the bytes of their tokens."""
+    """Decoder for tokenizers whose text is the concatenated bytes of the tokens."""
 
     held = ""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # The start of an incomplete character at the prompt's end is in its last bytes.
+        # If the prompt ends with an incomplete character, its first bytes are among the last four.
         tail = b""
         for token in reversed(prompt):
             if len(tail) >= 4:
@@ -91,16 +93,18 @@ class _Bytes:
 
 
 class _Windows:
-    """For all other tokenizers. A token's text is what it adds to the text of the tokens from the
-    last one with visible text. A run of byte pieces is decoded once it has ended, since some
-    tokenizers give U+FFFD for all of them if one does not fit."""
+    """Decoder for all other tokenizers. It detokenizes a window that starts at the last token with
+    visible text; a new token's text is what it adds to the window's text. A run of byte tokens is
+    decoded only once it has ended, because some tokenizers decode the whole run as U+FFFD if a
+    single byte is invalid."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         known = _known(tokenizer, prompt)
         visible = (n for n in range(len(known) - 1, 0, -1) if self._is_visible(known[n]))
         self._window = known[next(visible, 0) :]
-        self._text = _decided(tokenizer, self._window)  # the window's text that is written already
+        # Text of the window that has already been emitted.
+        self._text = _decided(tokenizer, self._window)
         self._run = _Run(tokenizer.token_bytes[i] for i in _byte_run(tokenizer, self._window))
         self._run_written = len(self._run.text)
 
@@ -139,7 +143,8 @@ class _Windows:
 
 
 class _Run:
-    """Consecutive byte pieces; ``text`` are their characters, unless some are invalid."""
+    """Run of consecutive byte tokens. ``text`` contains the characters decoded so far, or is empty
+    if the bytes are not valid UTF-8."""
 
     def __init__(self, pieces: Iterable[bytes] = ()) -> None:
         self.text = ""
@@ -162,7 +167,7 @@ class _Run:
 
 
 def _decided(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """The text of a prompt without the incomplete character at its end."""
+    """Return the text of a prompt, without any incomplete character at its end."""
     known = _known(tokenizer, prompt)
     if tokenizer.joins_bytes:
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -174,7 +179,7 @@ def _decided(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 
 
 def _byte_run(tokenizer: Tokenizer, tokens: Sequence[int]) -> Sequence[int]:
-    """The byte pieces at the end."""
+    """Return the run of byte tokens at the end, which may be empty."""
     start = len(tokens)
     while start and tokens[start - 1] in tokenizer.byte_pieces:
         start -= 1
@@ -186,13 +191,14 @@ def _known(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
 
 
 class StopWatch:
-    """Sees the new tokens of one sequence, and says when they end it. A stop text ends it with the
-    token that completes it, which may bring text after it."""
+    """Stop detector for one sequence, which is given each new token. A stop text ends the sequence
+    at the token that completes it, even if that token adds text after the stop text."""
 
     def __init__(
         self, stopping: StopRules, tokenizer: Tokenizer | None = None, prompt: Sequence[int] = ()
     ) -> None:
-        """Raises ValueError for stop texts without a ``tokenizer``."""
+        """Create a stop detector. Raises ValueError if there are stop texts but ``tokenizer`` is
+        None."""
         self._stopping = stopping
         self._count = 0
         self._stream: TextStream | None = None
@@ -202,11 +208,11 @@ class StopWatch:
             self._stream = TextStream(tokenizer, prompt)
         self._written = [_StopText(text) for text in stopping.texts]
         _first_match(self._written, stopping.before)
-        # Text that the stream holds back, and the search after it.
+        # Text that the stream still holds back, and the state of the search after that text.
         self._held, self._ahead = "", self._written
 
     def add(self, token: int) -> Finish | None:
-        """The reason why the sequence ends with this token; None if it continues."""
+        """Return the reason why the sequence ends with this token, or None if it continues."""
         self._count += 1
         if token in self._stopping.tokens:
             return "stop"
@@ -228,8 +234,9 @@ class StopWatch:
 
 
 class TextBeforeStop:
-    """Passes on the text before the first stop text, as soon as it cannot belong to one; nothing
-    once that has ``stopped`` it."""
+    """Filter that passes on the text before the first stop text, as soon as it cannot be the
+    beginning of one. Once a stop text has been found, ``stopped`` is set and all further text is
+    dropped."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._stops = [_StopText(text) for text in texts]
@@ -237,7 +244,7 @@ class TextBeforeStop:
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """The text that is certain not to be, or follow, a stop text."""
+        """Add text, and return what is now certain to come before any stop text."""
         if self.stopped:
             return ""
         before = len(self._held)
@@ -252,7 +259,7 @@ class TextBeforeStop:
         return self._passed(count, rest=self._held[count:])
 
     def close(self) -> str:
-        """The rest, which only began as a stop text does."""
+        """Return the text that was held back as the possible beginning of a stop text."""
         return self._passed(len(self._held), rest="")
 
     def _passed(self, count: int, rest: str) -> str:
@@ -261,18 +268,20 @@ class TextBeforeStop:
 
 
 class _StopText:
-    """A stop text that is searched in a text of pieces, in time linear in both (Knuth, Morris and
-    Pratt): its first ``matched`` characters end what was seen."""
+    """Incremental search for a stop text, in time linear in the lengths of both texts (Knuth,
+    Morris and Pratt). The text so far ends with the first ``matched`` characters of the stop
+    text."""
 
     def __init__(self, text: str) -> None:
         self.text, self.matched, self._borders = text, 0, _borders(text)
 
     def end_in(self, piece: str) -> int:
-        """The place after the text in what follows; 0 if it does not end there."""
+        """Search the next piece of text. Return the index within the piece just after the first
+        match, or 0 if no match ends in it."""
         text, rest = self.text, piece
         if not self.matched and text[0] not in piece:
             return 0
-        if len(piece) >= len(text):  # which str.find searches faster
+        if len(piece) >= len(text):  # str.find is faster than the loop below
             start = (text[: self.matched] + piece).find(text)
             if start >= 0:
                 return start + len(text) - self.matched
@@ -289,8 +298,9 @@ class _StopText:
 
 
 def _first_match(stops: Sequence[_StopText], piece: str) -> tuple[int, int] | None:
-    """The end, in this piece, and the length of the stop text that is complete first; of several,
-    the longest. Nothing can be searched after it."""
+    """Return the first match that ends in this piece, as (end index, length of the stop text), or
+    None. If several stop texts end at the same index, the longest wins. After a match the search
+    cannot be continued."""
     ends = [(end, -len(stop.text)) for stop in stops if (end := stop.end_in(piece))]
     if not ends:
         return None
@@ -300,7 +310,7 @@ def _first_match(stops: Sequence[_StopText], piece: str) -> tuple[int, int] | No
 
 @lru_cache(maxsize=256)
 def _borders(text: str) -> array[int]:
-    """For each beginning of a text, the length of the longest shorter one that it ends with."""
+    """Return the length of the longest border (proper prefix and suffix) of each prefix."""
     borders = array("q", [0])
     length = 0
     for character in text[1:]:

@@ -1,1 +1,1 @@
-"""The model side: what a step computes, over the ranks of a layout."""
+"""Execution of steps: compute the model over the ranks of a layout."""

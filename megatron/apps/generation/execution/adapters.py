@@ -1,9 +1,10 @@
-"""Several adapters on one model: each token's row gets its request's adapter. Each adapter is
-computed for all rows of a pass and used only for its own, so that a row's result does not depend on
-the other rows.
+"""Several LoRA adapters on one model: each request uses the adapter that it selects.
 
-Shapes: T rows of a pass, I inputs, O outputs, R the ranks of a layer's additions together; a width
-followed by P is one rank's share of it.
+Each adapter is computed for all rows of a pass but applied only to the rows that use it, so that a
+row's result does not depend on the other rows.
+
+Shapes: T rows of a pass, I inputs, O outputs, R total rank of an adapter's low-rank matrices in one
+layer. The suffix P marks a dimension that is sharded by tensor parallelism.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from megatron.parallel.shard import Shard, shard_of
 
 @dataclass(frozen=True)
 class ServedAddition:
-    """A rank's share of an adapter's addition to one layer.
+    """A tensor-parallel rank's shard of an adapter's low-rank matrices for one layer.
 
     Attributes:
-        ups: for each of the layer's maps, [OP, R], times the scale.
-        factors: with DoRA, of the outputs [OP] of each map before the bias; 1 for rows without.
+        down_RI: down-projection, shared by the layer's projections.
+        ups: up-projections [OP, R], one for each of the layer's projections, with the LoRA scale.
+        factors: with DoRA, factors [OP] on each projection's output before the bias. Rows that the
+            adapter does not change have 1.
     """
 
     down_RI: Tensor
@@ -47,15 +50,16 @@ class ServedAddition:
 
 
 class ServedAdapters:
-    """The adapters of a runner by name, and their rows in the current pass."""
+    """Adapters of a runner by name, and the rows that use each of them in the current pass."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names, self._device = tuple(names), device
         self.matrices: list[Tensor] = []
-        self.rows: dict[str, Tensor] = {}  # bool [T, 1] of each adapter in this pass
+        # row mask, bool [T, 1], of each adapter used in this pass
+        self.rows: dict[str, Tensor] = {}
 
     def begin(self, parts: Sequence[SequencePart], rows: int) -> None:
-        """Notes the adapters of a pass's rows; rows after the parts have none."""
+        """Record which rows of a pass use which adapter. Padding rows at the end use none."""
         owners = [part.adapter for part in parts for _ in part.tokens]
         self.rows = {
             name: torch.tensor(
@@ -68,7 +72,8 @@ class ServedAdapters:
 
 
 class _LayerAdditions:
-    """The :class:`~megatron.parallel.layers.LayerAdapters` of a layer with several adapters."""
+    """Implementation of :class:`~megatron.parallel.layers.LayerAdapters` for a layer that several
+    adapters change."""
 
     def __init__(self, served: ServedAdapters, additions: Mapping[str, ServedAddition]) -> None:
         self._served, self._additions = served, additions
@@ -88,7 +93,8 @@ class _LayerAdditions:
                     outputs[place] = torch.where(rows_T1, added, outputs[place])
             return tuple(outputs)
         (each,) = maps
-        # Addends of the ranks' sum, and the bias after it.
+        # Row-parallel: add before the all-reduce, so that it sums each rank's contribution, and add
+        # the bias after it, so that it is counted once.
         y_BSO = linear(x_BSI, each.weight, None, each.kernel, each.kept)
         for rows_T1, addition in self._present():
             added = y_BSO + F.linear(F.linear(x_BSI, addition.down_RI), addition.ups[0])
@@ -118,8 +124,8 @@ def _scaled(y_BSO: Tensor, factor_O: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def named_folders(flags: Sequence[str]) -> dict[str, str]:
-    """Folders by name, from ``--adapter NAME=FOLDER``, or else by the folder's name. Raises
-    ConfigError if two have one name."""
+    """Return the adapter folders by name. The name comes from ``--adapter NAME=FOLDER``, or is the
+    folder's own name. Raises ConfigError if two adapters have the same name."""
     folders: dict[str, str] = {}
     for flag in flags:
         name, equals, folder = flag.partition("=")
@@ -137,9 +143,10 @@ def named_folders(flags: Sequence[str]) -> dict[str, str]:
 def served_adapters(
     engine: ModelEngine, folders: Mapping[str, str], base: Path
 ) -> ServedAdapters | None:
-    """Loads adapters by name onto the layers of an engine with the weights of the checkpoint
-    ``base``; all ranks must call it. None without any. Raises ConfigError or CheckpointError if a
-    folder has no adapters of this model, or ones that must be merged."""
+    """Load adapters onto the layers of an engine whose weights are those of the checkpoint
+    ``base``. Collective: every rank must call it. Returns None if there are no folders. Raises
+    ConfigError or CheckpointError if a folder does not contain an adapter for this model, or
+    contains one that can only be merged into the weights."""
     if not folders:
         return None
     served = ServedAdapters(list(folders), engine.device)

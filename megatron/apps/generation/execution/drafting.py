@@ -1,14 +1,14 @@
-"""Drafts by a model's own blocks of multi-token prediction.
+"""Drafts from the model's own blocks of multi-token prediction (MTP), for speculative decoding.
 
-At the place of a token the block number d reads that token and the state of block d - 1 at the
-place before, of the model itself after its final norm for d = 0, and predicts the next token. So
-what a page keeps depends on the tokens up to its end only, and is shared with the page. Of N drafts
-the first is that of block 0, and the n-th that of block n - 1, or of the last one, whose input is
-then its own output, as in DeepSeek-V3 and vLLM.
+At each position block d reads the token and the hidden state of block d - 1 at the previous
+position, and predicts the next token. For d = 0 the hidden state is the model's own, after its
+final norm. So the cached contents of a page depend only on the tokens up to its end, and are shared
+with the page. Draft n of N comes from block n - 1; once there are no more blocks, the last one is
+applied again to its own output, as in DeepSeek-V3 and vLLM.
 
-Drafts change no text, so that nothing here needs to be the same to the last bit.
+Drafts do not change the text, so they need not be bitwise reproducible.
 
-Shapes: T tokens of a pass, H hidden, B parts, D blocks ahead, X pages, P positions of a page, M
+Shapes: T tokens of a pass, H hidden, B parts, D MTP blocks, X pages, P positions of a page, M
 positions of a page whose states are kept.
 """
 
@@ -34,12 +34,12 @@ Drafts = tuple[tuple[int, ...], ...]
 
 
 class BlocksAhead:
-    """Drafts of up to ``most`` tokens for the parts of each step, on every rank of the model; the
-    last pipeline stage computes them.
+    """Drafter of up to ``most`` tokens for each part of a step. Every rank of the model has one;
+    the last pipeline stage computes the drafts.
 
-    It keeps the inputs of each block at the last M = ``most`` + 1 places of each page that have
-    been computed: those that a step reads, after the drafts of the step before that were wrong, and
-    the end of each full page, after which another text may continue.
+    It stores the inputs of each MTP block for the last M = ``most`` + 1 computed positions of each
+    page. A step reads them again after rejected drafts, and when a sequence begins with a full page
+    that another sequence computed.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class BlocksAhead:
         self._inputs_DXMH = torch.zeros(size, dtype=stages.dtype, device=stages.device)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Pages (from, to), in order."""
+        """Copy the stored states of pages. ``copies`` are pairs (from, to), applied in order."""
         for source, target in copies:
             self._inputs_DXMH[:, target] = self._inputs_DXMH[:, source]
 
     def extended(self, parts: Parts) -> tuple[list[SequencePart], Drafts]:
-        """Return the parts of a step with their drafts, and the drafts for parts that request them;
-        every rank must call it."""
+        """Return the parts of a step with their drafts appended, and the drafts of each part that
+        requests them. Collective: every rank must call it."""
         asking = [part for part in parts if part.drafts]
         tokens = torch.empty(sum(p.drafts for p in asking), dtype=torch.int64)
         tokens = tokens.to(self._stages.device)
@@ -83,8 +83,8 @@ class BlocksAhead:
         return whole, tuple(rows)
 
     def read(self, parts: Parts, x_TH: Tensor) -> None:
-        """Reads the states of the model after a step with these parts; of prompts the blocks
-        compute what later tokens attend to."""
+        """Store the model's hidden states after a step with these parts. For prompts, also run the
+        MTP blocks, to cache the keys and values that later tokens attend to."""
         rows = x_TH.split([len(part.tokens) for part in parts])
         both = list(zip(parts, rows, strict=True))
         decoded = [pair for pair in both if pair[0].decoding]
@@ -95,9 +95,9 @@ class BlocksAhead:
             self._filled([part for part, _ in prompts], torch.cat([x for _, x in prompts]))
 
     def _drafted(self, parts: Parts) -> list[list[int]]:
-        """The drafts of each part."""
+        """Return the drafted tokens of each part."""
         assert self._head is not None
-        # Where the last step had drafts that were right, their inputs were drafts too.
+        # The cached entries of accepted drafts were computed from drafted states: recompute them.
         known = [
             replace(p, tokens=(*p.before, *p.tokens), start=p.start - len(p.before)) for p in parts
         ]
@@ -119,8 +119,9 @@ class BlocksAhead:
         return drafts
 
     def _filled(self, parts: Parts, x_TH: Tensor | None = None) -> Tensor:
-        """[T, H] of the first block over whole parts, after the states of the model there; without
-        them those that are kept. All blocks compute and keep what later tokens read."""
+        """Run all MTP blocks on whole parts, and cache what later tokens attend to. Return the
+        output [T, H] of the first block. ``x_TH`` contains the model's hidden states; None uses the
+        stored ones."""
         known = x_TH is None
         if x_TH is None:
             x_TH = self._inputs_DXMH[0].flatten(0, 1)[self._places(parts)]
@@ -135,7 +136,7 @@ class BlocksAhead:
         return first_TH
 
     def _shifted(self, depth: int, parts: Parts, x_TH: Tensor) -> Tensor:
-        """[T, H] of the place before each."""
+        """Return the block inputs [T, H] at the position before each token."""
         before = [replace(p, tokens=(0,), start=max(p.start - 1, 0)) for p in parts]
         firsts_BH = self._inputs_DXMH[depth].flatten(0, 1)[self._places(before)].to(x_TH.dtype)
         rows = x_TH.split([len(part.tokens) for part in parts])
@@ -143,7 +144,7 @@ class BlocksAhead:
         return torch.cat([each for first, x in pairs for each in (first, x[:-1])])
 
     def _keep(self, depth: int, parts: Parts, x_TH: Tensor) -> None:
-        """Keeps the inputs at the last places of each page."""
+        """Store the block inputs ``x_TH`` of the last M positions of each page."""
         M, P = self._inputs_DXMH.shape[2], self._memory.shape.positions
         kept = []
         for part in parts:
@@ -155,7 +156,7 @@ class BlocksAhead:
         pool.index_copy_(0, self._places(parts)[kept_T], x_TH[kept_T].to(pool.dtype))
 
     def _places(self, parts: Parts) -> Tensor:
-        """Places of the inputs of each token, in X x M."""
+        """Return the indices of the tokens' stored inputs in the flattened X x M storage."""
         M, P = self._inputs_DXMH.shape[2], self._memory.shape.positions
         places = []
         for part in parts:
@@ -164,7 +165,7 @@ class BlocksAhead:
         return torch.from_numpy(np.concatenate(places)).to(self._stages.device)
 
     def _applied(self, depth: int, parts: Parts, x_TH: Tensor) -> Tensor:
-        """[T, H] of a block over tokens and the states before them."""
+        """Run one MTP block on tokens, given the hidden state before each. Return [T, H]."""
         count = len(x_TH)
         cache = PagedCache(
             self._memory, parts, count, self._positions, {}, None, self._padded, unseen=depth + 1

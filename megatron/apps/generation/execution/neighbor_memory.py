@@ -1,8 +1,9 @@
-"""Retrieved text of a model that attends to the neighbours of chunks; a page is a chunk.
+"""Cache of retrieved text for models that attend to neighbours of chunks (RETRO). A page is one
+chunk.
 
-Shapes: X pages, P positions of a page, H hidden, K key and value heads, E tokens of a chunk's
-neighbours together, D head width, T tokens of a pass, C chunks that end in it, N query heads, G =
-N / K query heads that share one.
+Shapes: X pages, P positions of a page, H hidden, K key and value heads, E tokens of all neighbours
+of a chunk, D head width, T tokens of a pass, C chunks that end in the pass, N query heads, G = N /
+K query heads that share a key and value head.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from megatron.model.attention_masks import AttentionScoring
 
 @dataclass(frozen=True)
 class NeighborShape:
-    """The neighbours of a page on one rank: their keys and values in the blocks with these numbers,
-    and, with ``states``, the hidden states that their encoder reads of the chunk."""
+    """Shape of the cached neighbours of a page on one rank: their keys and values in ``blocks``
+    and, if ``states`` is set, the chunk's hidden states, which the encoder reads."""
 
     blocks: tuple[int, ...]
     states: bool
@@ -36,16 +37,16 @@ class NeighborShape:
 
     @property
     def bytes(self) -> int:
-        """(2 x blocks x heads x tokens of neighbours x width + chunk x hidden, where the encoder
-        is) x bytes of a number."""
+        """Bytes of a page: (2 x blocks x heads x neighbour tokens x width + chunk length x hidden)
+        x bytes per element. The second term applies only to the rank with the encoder."""
         numbers = 2 * len(self.blocks) * self.heads * self.spec.tokens * self.width
         numbers += self.states * self.spec.chunk_length * self.hidden
         return numbers * self.dtype.itemsize
 
 
 class NeighborMemory:
-    """Keys and values [blocks, 2, X, K, E, D] of the neighbours in all pages of a process, and the
-    states of chunks [X, P, H]."""
+    """Neighbours' keys and values [blocks, 2, X, K, E, D] for all pages of a process, and the
+    chunks' hidden states [X, P, H]."""
 
     def __init__(self, shape: NeighborShape, pages: int, device: torch.device) -> None:
         spec = shape.spec
@@ -57,7 +58,7 @@ class NeighborMemory:
         self.states_XPH = torch.empty(states, dtype=shape.dtype, device=device)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(from, to), in order."""
+        """Copy pages. ``copies`` are pairs (from, to), applied in order."""
         for source, target in copies:
             self.pool[:, :, target] = self.pool[:, :, source]
             if self.shape.states:
@@ -65,8 +66,8 @@ class NeighborMemory:
 
 
 class _Tile(NamedTuple):
-    """Rows of a pass that read the neighbours of the chunk in ``page``; the first is at ``offset``
-    of the positions that do."""
+    """Rows of a pass that attend to the neighbours of the chunk in ``page``. ``offset`` is the
+    index of the first row among all positions that attend to these neighbours."""
 
     rows: slice
     offset: int
@@ -75,8 +76,9 @@ class _Tile(NamedTuple):
 
 
 class NeighborCache:
-    """The neighbours of one pass (a `features.retro.neighbors.NeighborStore`): the pages of the
-    chunks that ``ended`` in it, and the tokens [1, C, neighbours, R] of their neighbours."""
+    """Neighbour cache of one pass (a `features.retro.neighbors.NeighborStore`). ``ended`` contains
+    the pages of the chunks that end in the pass, and ``neighbors_BLKR`` the token ids of their
+    neighbours, [1, C, neighbours, R]."""
 
     def __init__(self, memory: NeighborMemory, parts: Sequence[SequencePart]) -> None:
         self._memory, spec = memory, memory.shape.spec
@@ -101,7 +103,7 @@ class NeighborCache:
         self.neighbors_BLKR = self.neighbors_BLKR.reshape(shape)
 
     def chunk_states(self, x_1TH: Tensor) -> Tensor:
-        """See `NeighborStore.chunk_states`; states of this pass are written first."""
+        """See `NeighborStore.chunk_states`. Stores this pass's hidden states before reading."""
         states_XPH = self._memory.states_XPH
         flat = states_XPH.view(-1, states_XPH.shape[-1])
         flat.index_copy_(0, self._written_T, x_1TH[0, : len(self._written_T)])
@@ -123,12 +125,13 @@ class NeighborCache:
         scores: AttentionScoring,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """See `NeighborStore.attend`. Queries of a prompt to the neighbours of a chunk are one
-        GEMM, padded with zeros to a chunk: the same however a prompt is cut. Each generated token
-        is a separate GEMM."""
+        """See `NeighborStore.attend`. All queries of a prompt to the neighbours of one chunk are
+        one GEMM, padded with zeros to the chunk length, so that its shape does not depend on how
+        the prompt is split. Each generated token is a separate GEMM."""
         keys, values = self._memory.pool[self._memory.places[layer]]
         for page, encoder_1EH in zip(self.ended, self.by_chunk(encoder_1TH), strict=True):
-            # A GEMM of one shape for every chunk.
+            # One GEMM per chunk, always of the same shape, so that results do not depend on the
+            # number of chunks.
             for pool, new_1EKD in zip((keys, values), keys_and_values(encoder_1EH), strict=True):
                 pool[page] = new_1EKD[0].transpose(0, 1)
         y_TND, P = torch.zeros_like(q_1SND[0]), self._memory.shape.spec.chunk_length
@@ -148,13 +151,13 @@ class NeighborCache:
 
 
 def ending(part: SequencePart, chunk_length: int) -> range:
-    """Return the chunks of a sequence whose last token is in a part."""
+    """Return the indices of the sequence's chunks whose last token is in ``part``."""
     return range(part.start // chunk_length, (part.start + len(part.tokens)) // chunk_length)
 
 
 def _tiles(part: SequencePart, row: int, chunk_length: int) -> list[_Tile]:
-    """Return the tiles of a part whose first token is in a row. The neighbours of a chunk are read
-    by a chunk's length of tokens, starting at its last token."""
+    """Return the tiles of a part whose first token is in row ``row``. A chunk's neighbours are read
+    by ``chunk_length`` tokens, starting with the last token of the chunk."""
     tiles, position, end = [], part.start, part.start + len(part.tokens)
     while position < end:
         chunk, offset = divmod(position + 1, chunk_length)

@@ -1,17 +1,18 @@
-"""Attention of generated tokens to the pages of their sequences: a softmax for each page, and the
-pages added up in the order of the sequence.
+"""Paged attention of generated tokens: a softmax for each page, combined in sequence order.
 
-A page that one token reads is a GEMM of the few query heads that share a head of keys, with empty
-rows up to the number at which the bits of a row no longer depend on it. A page that several tokens
-read, of one text in training or of texts that share a prompt, is one GEMM of all of them, with the
-same bits. On a CPU a batched GEMM for each run of consecutive pages reads them where they are: a
-copy would take longer than the products. Threads get whole matrices, since dividing one changes the
-bits of some rows. A matrix that comes alone, or that several tokens share, has one thread.
+A page that one token reads is a GEMM with the query heads that share a key head, padded with empty
+rows up to the number from which a row's bits no longer depend on the number of rows. A page that
+several tokens read (training with identical texts, or a shared prompt) is one GEMM for all of them,
+with the same bits.
+
+On a CPU each run of consecutive pages is one batched GEMM that reads the pages in place, since a
+copy would take longer than the GEMM. Each thread computes whole matrices, because splitting one
+changes the bits of some rows. A single matrix, or one that several tokens share, uses one thread.
 
 Shapes: B generated tokens and drafts, C pages of the longest of their sequences, U pages that are
-read, N query heads, K key and value heads, G = N / K query heads that share one, R rows of a
-product, X pages, P positions of a page, L keys in a row, D head width, V width of a value, E = V +
-1.
+read, N query heads, K key and value heads, G = N / K query heads that share a key head, R rows of a
+GEMM, X pages, P positions of a page, L keys of consecutive pages, D head width, V width of a value,
+E = V + 1.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ from megatron.model.attention_masks import AttentionScoring, first_key
 
 Ids = npt.NDArray[np.int64]
 
-_VECTORS = 64  # columns that kernels of sums take at a time
-_GAP = 3  # pages between two of a run that are multiplied for nothing: a call takes longer
-_FEWEST = (1, 4, 8)  # rows of a product that are tried
+_VECTORS = 64  # number of columns that a summation kernel processes at a time
+# Maximum gap in a run, in pages that are multiplied needlessly: a separate call would take longer.
+_GAP = 3
+_FEWEST = (1, 4, 8)  # candidates for the fewest rows of a GEMM
 _TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 31, 64)
 _MOST_TRIED = 137
 
 
 class StoredPages(NamedTuple):
-    """Keys [X, K, P, D] and values [X, K, P, V] of a block; with ``one`` the values are the first V
-    numbers of the keys."""
+    """Stored keys [X, K, P, D] and values [X, K, P, V] of a block. If ``one`` is set, the values
+    are the first V elements of the keys."""
 
     keys: Tensor
     values: Tensor
     one: bool = False
 
     def rows(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies [K, L, D] and [K, L, V] of pages in a row."""
+        """Return the keys [K, L, D] and values [K, L, V] of some pages, copied and concatenated."""
         keys_KLD = self.keys[pages].transpose(0, 1).flatten(1, 2)
         if self.one:
             return keys_KLD, keys_KLD[..., : self.values.shape[-1]]
@@ -59,10 +61,11 @@ class StoredPages(NamedTuple):
 
 
 class ReadShape(NamedTuple):
-    """Sizes of a block's products with pages.
+    """Sizes of a block's GEMMs with pages.
 
     Attributes:
-        fewest: rows of a product from which on they are independent; None if they never are.
+        fewest: number of rows from which a row's bits do not depend on the number of rows. None if
+            they always depend on it, and on accelerators.
     """
 
     heads: int
@@ -75,7 +78,7 @@ class ReadShape(NamedTuple):
 
     @classmethod
     def of(cls, q_BKGD: Tensor, stored: StoredPages) -> ReadShape:
-        """Sizes of the queries' products with these pages."""
+        """Return the sizes for queries on stored pages. On a CPU this measures ``fewest``."""
         heads, group, width = q_BKGD.shape[-3:]
         positions, values = stored.values.shape[2:]
         fewest = None
@@ -86,12 +89,13 @@ class ReadShape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of the product of one token with a page."""
+        """Number of rows, with padding, of the GEMM of one token with one page."""
         return max(self.group, self.fewest or 1)
 
     @property
     def readers(self) -> float:
-        """The fewest tokens whose products with a page are one GEMM."""
+        """Minimum number of tokens that can share one GEMM with a page. Infinite if a row's bits
+        always depend on the number of rows."""
         if self.fewest is None:
             return math.inf
         least = max(2, -(-self.fewest // self.group))
@@ -103,8 +107,8 @@ class ReadShape(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Pages that are read at ``begin`` to ``end`` - 1 of U: consecutive ones from ``page`` on, or
-    the same one."""
+    """Run of pages, at indices ``begin`` to ``end`` - 1 of U. The pages are consecutive, starting
+    with ``page``, or all equal to ``page``."""
 
     begin: int
     end: int
@@ -116,12 +120,12 @@ class _Pages:
     """Pages that are multiplied in the same way.
 
     Attributes:
-        same: the pages of a run are one page, and U comes after K in tensors.
-        runs: the pages, for a CPU.
-        pages_U: their numbers; an accelerator, where many calls cost more, copies them.
-        owners_U: the reader of each among the B tokens.
-        mask_UP: addend of scores.
-        distances_UP: from the token back to each key.
+        same: whether each run repeats a single page. K then precedes U in tensor shapes.
+        runs: runs of pages, which a CPU reads in place.
+        pages_U: page numbers. Accelerators copy these pages, since each call costs more there.
+        owners_U: index among the B tokens of the reader of each page.
+        mask_UP: mask added to the scores, 0 or -infinity.
+        distances_UP: distance from the token back to each key, at least 0.
     """
 
     same: bool
@@ -134,11 +138,11 @@ class _Pages:
 
 @dataclass(frozen=True)
 class PageReading:
-    """The pages that the generated tokens of a step read within a window.
+    """Pages that the generated tokens of a step read within an attention window.
 
     Attributes:
-        parts: all pages: those that one token reads, then those that several do.
-        places_BC: places in U of the pages of each token, in order; any for missing ones.
+        parts: the pages that one token reads, then those that several tokens read.
+        places_BC: for each token, the indices in U of its pages, in order. Arbitrary if missing.
         missing_BC: -infinity for missing pages, else 0.
     """
 
@@ -157,8 +161,9 @@ class PageReading:
         device: torch.device,
         unseen: int = 0,
     ) -> PageReading:
-        """The reading of tokens at these positions of sequences with these pages, of which the
-        first ``unseen`` positions are attended to only by themselves."""
+        """Return the pages read by tokens at these positions of sequences with these page
+        tables. A key among the first ``unseen`` positions is visible only to the query at its
+        own position."""
 
         def moved(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
@@ -185,7 +190,7 @@ class PageReading:
             some = some[np.argsort(pages_U[some], kind="stable")]
             runs, into = _runs(pages_U[some], same, device.type == "cpu")
             count = runs[-1].end
-            # A page that fills a gap of a run needs some reader, whose result is not used.
+            # A page that fills a gap in a run is given an arbitrary reader. Its result is not used.
             sources = np.full(count, some[0])
             sources[into] = some
             places_U[some] = total + into
@@ -218,11 +223,11 @@ class PageReading:
         bias_NT: Tensor | None,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """[B, K, G, V], float32 sums over the pages."""
+        """Return the attention output [B, K, G, V]. Sums over pages are in float32."""
         of_parts = (self._of_pages(q_BKGD, stored, scores, bias_NT, part) for part in self.parts)
         largest, both = zip(*of_parts, strict=True)
         largest_UKG1, both_UKGE = _together(largest), _together(both)
-        # Over the pages of a sequence: missing ones have no weight.
+        # Combine the pages of each sequence. Missing pages have weight 0.
         largest_BCKG1 = self._taken(largest_UKG1) + self.missing_BC[..., None, None, None]
         most_B1KG1 = largest_BCKG1.amax(1, keepdim=True)
         if sinks_N is not None:
@@ -242,8 +247,8 @@ class PageReading:
         bias_NT: Tensor | None,
         pages: _Pages,
     ) -> tuple[Tensor, Tensor]:
-        """The largest score [U, K, G, 1] in each page, and the sums [U, K, G, E] of values and of
-        weights."""
+        """Return the largest score [U, K, G, 1] in each page, and [U, K, G, E]: the weighted sums
+        of the values, followed by the sum of the weights."""
         keys, values, _ = stored
         mask = pages.mask_UP[:, None, None]
         if pages.same:
@@ -265,7 +270,8 @@ class PageReading:
         return (largest.transpose(0, 1), both.transpose(0, 1)) if pages.same else (largest, both)
 
     def _products(self, left: Tensor, right_XKAB: Tensor, pages: _Pages) -> Tensor:
-        """[U, K, G, B], or [K, U, G, B] where pages are the same: GEMMs for each head."""
+        """Multiply ``left`` by the pages [X, K, A, B], one GEMM for each key head. Return [U, K, G,
+        B], or [K, U, G, B] if ``pages.same``."""
         K, group, rows = self.shape.heads, self.shape.group, self.shape.rows
         if pages.same:
             products = left.new_empty(*left.shape[:-1], right_XKAB.shape[-1])
@@ -284,10 +290,11 @@ class PageReading:
         return products.unflatten(0, (count, K))[:, :, :group]
 
     def _products_of_runs(self, left: Tensor, right: Tensor, pages: _Pages) -> Tensor:
-        """[U * K, R, B]"""
+        """Multiply by runs of pages in place. Return [U * K, R, B]."""
         K, least = self.shape.heads, 1
         products = left.new_empty(*left.shape[:2], right.shape[-1])
-        if left.dtype.itemsize == 2:  # the code of many
+        # Small 16-bit GEMMs use a different kernel: repeat them up to the size of larger ones.
+        if left.dtype.itemsize == 2:
             least = SMALL_PRODUCT // (left[0].numel() * right.shape[-1]) + 1
         for begin, end, page in pages.runs:
             count = (end - begin) * K
@@ -302,15 +309,15 @@ class PageReading:
         return products
 
     def _taken(self, x_U: Tensor) -> Tensor:
-        """[U, ...] to the pages of each sequence, [B, C, ...]."""
+        """Gather the pages of each token. Return [B, C, ...] for an input [U, ...]."""
         places_BC = self.places_BC
-        # A third of the time of indexing.
+        # index_select takes a third of the time that advanced indexing takes.
         return x_U.index_select(0, places_BC.flatten()).unflatten(0, places_BC.shape)
 
 
 def _runs(pages_U: Ids, same: bool, joined: bool) -> tuple[list[_Run], Ids]:
-    """Runs of pages in ascending order, and the place of each page in U. With ``same`` the pages
-    of a run are equal; with ``joined`` a run includes the pages in its gaps."""
+    """Return the runs of pages, given in ascending order, and the index of each page in U. With
+    ``same`` all pages of a run are equal. With ``joined`` a run includes the pages in its gaps."""
     steps = np.diff(pages_U)
     broken = steps != 0 if same else (steps < 1) | (steps > (_GAP if joined else 1))
     number_U = np.concatenate([[0], np.cumsum(broken)])
@@ -335,15 +342,16 @@ def _together(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def _sum_of_pages(x_BCKGE: Tensor) -> Tensor:
-    """The sum over C, whose order depends neither on B nor on zero pages at the end: other code
-    adds columns that do not fill vectors, in another order."""
+    """Return the sum over C, in an order that does not depend on B or on zero pages at the end.
+    Padding makes the columns a multiple of the vector width, because a kernel adds the remainder in
+    a different order."""
     columns = x_BCKGE[0, 0].numel()
     whole = F.pad(x_BCKGE.flatten(2), (0, -columns % _VECTORS)).sum(1)
     return whole[:, :columns].unflatten(1, x_BCKGE.shape[2:])
 
 
 def scaled_scores(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:
-    """Scores in float32 or better, before additive terms."""
+    """Scale and softcap attention scores in at least float32. Masks and biases are added later."""
     scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
     scaled = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
     cap = scores.softcap
@@ -351,7 +359,7 @@ def scaled_scores(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tens
 
 
 def first_page(query: int, positions: int, window: Window) -> int:
-    """The page of the first position that a query sees."""
+    """Return the index of the page with the first position that a query attends to."""
     return 0 if window is None else max(0, first_key(query, window)) // positions
 
 
@@ -359,8 +367,8 @@ def first_page(query: int, positions: int, window: Window) -> int:
 def _fewest_rows(
     key_width: int, value_width: int, positions: int, dtype: torch.dtype, threads: int
 ) -> int | None:
-    """The fewest rows of a product with pages from which a row's bits do not depend on their
-    number; None if they always do."""
+    """Return the fewest rows of a GEMM with pages from which a row's bits do not depend on the
+    number of rows, or None if they always do. Measured with random values."""
     random = torch.Generator().manual_seed(1)
 
     def tried(*shape: int) -> Tensor:
@@ -376,7 +384,7 @@ def _fewest_rows(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Operators of this process compute on one thread until the block ends."""
+    """Limit torch operators in this process to one thread within the block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -387,8 +395,8 @@ def one_thread() -> Iterator[None]:
 
 @torch.no_grad()
 def _independent(products: Sequence[tuple[Tensor, Tensor]], fewest: int) -> bool:
-    """True if products of these rows or more have the same bits on one thread, and the products of
-    one token on all threads."""
+    """Return whether a row has the same bits in every GEMM of at least ``fewest`` rows. Tests one
+    or two matrices on one thread, and the pages of one token on all threads."""
     parts = [
         slice(first, first + rows)
         for rows in _TRIED

@@ -1,19 +1,20 @@
-"""Attention of the parts of a step to the pages of their sequences.
+"""Paged attention for the parts of a step.
 
-A token's result depends on its own sequence only, to the last bit, where GEMMs of one shape do not
-depend on other work:
+If GEMMs of a fixed shape are reproducible, a token's result depends only on its own sequence, to
+the last bit:
 
-- Queries of a prompt go in tiles of a page's positions, aligned with the pages and filled up with
-  zeros, to all keys up to the end of the tile: the same GEMMs however a prompt is cut into parts.
-- A generated token is one query, as each draft after it, with a GEMM of its own for each page of
-  keys, a softmax for each page, and the pages added up in the order of the sequence. On a CPU a
-  batched GEMM for each run of consecutive pages reads them where they are: a copy would take longer
-  than the products.
+- Queries of a prompt are processed in tiles of one page's positions, aligned with the pages and
+  padded with zeros. Each tile attends to all keys up to its end. So the GEMMs are the same however
+  a prompt is split into parts.
+- A generated token is one query, and so is each draft after it. It has a separate GEMM and softmax
+  for each page of keys, and the pages are combined in sequence order. On a CPU each run of
+  consecutive pages is one batched GEMM that reads the pages in place, since a copy would take
+  longer than the GEMM.
 
 Shapes: T tokens, S tokens of a part, B generated tokens and drafts, C pages of the longest of their
 sequences, U pages that are read, N query heads, K key and value heads, G = N / K query heads that
-share one, P positions of a page, L keys of a tile, D head width, V width of a value, W of a latent
-vector.
+share a key head, P positions of a page, L keys of a tile, D head width, V width of a value, W width
+of a latent vector.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ from megatron.model.attention_masks import AttentionScoring, first_key, slopes_o
 
 
 class EncodedPrompt:
-    """The encoder's output for one prompt, [1, L, H], and keys and values of the blocks that have
-    read it, [K, L, D]."""
+    """Encoder output [1, L, H] of one prompt, and its keys and values [K, L, D] by block."""
 
     def __init__(self, output_1LH: Tensor) -> None:
         self.output_1LH = output_1LH
@@ -62,7 +62,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A part of a prompt: its rows, its first position, and its pages on the device."""
+    """Part of a prompt: its rows in the pass, its first position, and its pages on the device."""
 
     rows: slice
     start: int
@@ -70,7 +70,7 @@ class _Prompt:
 
 
 class _Query(NamedTuple):
-    """A generated or drafted token: its row, its position, and the part that it is in."""
+    """Generated or drafted token: its row in the pass, its position, and its part."""
 
     row: int
     position: int
@@ -78,8 +78,8 @@ class _Query(NamedTuple):
 
 
 class PagedCache:
-    """The cache of one step (`megatron.model.caches.LayerCache`): B is 1, and S all tokens of all
-    parts, then padding, ``rows`` together. ``positions`` is the maximum per sequence; the first
+    """The cache of one step (`megatron.model.layer_list.LayerCache`): B is 1, and S all tokens of
+    all parts, then padding, ``rows`` together. ``positions`` is the maximum per sequence; the first
     ``unseen`` are attended to only by themselves."""
 
     def __init__(
@@ -125,7 +125,7 @@ class PagedCache:
         self._pages_T, self._offsets_T = np.array(pages_T), places_T[:row] % P
         self._written: dict[int, Tensor] = {}
         rows_B = np.array([each.row for each in self._decoding], np.int64)
-        # None for all rows but the padding.
+        # None if there is no prompt: the first rows are then the generated tokens.
         self._rows_B = self._on_device(rows_B) if self._prompts else None
         self._readings: dict[tuple[Window, ReadShape], PageReading] = {}
 
@@ -165,8 +165,8 @@ class PagedCache:
         bias_NT: Tensor | None,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """Attention to keys and values or, with the ``width`` of a value, to latents ``k``, [1, S,
-        N, V]; those of the current tokens are written first."""
+        """Write the current keys and values, then attend. If ``width`` is set, ``k`` contains
+        latents [1, S, W], whose first ``width`` elements are the values. Return [1, S, N, V]."""
         pools = tuple(self._memory.of(layer))
         for pool_XKPD, new in zip(pools, (k, v), strict=False):
             assert new is not None
@@ -186,7 +186,7 @@ class PagedCache:
         return self._states.recur(layer, inputs_BSX, step)
 
     def _write(self, pool_XKPD: Tensor, new_BS: Tensor) -> None:
-        """Write what a block keeps of the current tokens, [1, S, K, D] or [1, S, D]."""
+        """Write the current tokens' entries, [1, S, K, D] or [1, S, D], to a block's pool."""
         K, P, width = pool_XKPD.shape[1:]
         if K not in self._written:
             firsts_T = self._pages_T * (K * P) + self._offsets_T
@@ -203,7 +203,7 @@ class PagedCache:
         bias_NT: Tensor | None,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        """[1, S, N, V]"""
+        """Return the attention output [1, S, N, V] for stored keys and values."""
         q_TKGD = q_BSND[0].unflatten(1, (stored.keys.shape[1], -1))
         if scores.slopes:
             distances = torch.arange(self.positions, device=self._device)
@@ -238,7 +238,7 @@ class PagedCache:
             assert part.encoded is not None
             end = row + len(part.tokens)
             keys_KLD, values_KLD = self._encoded[part.encoded].of(layer, keys_and_values)
-            # Each query is a separate GEMM, as if it came alone.
+            # Each query is a separate GEMM, so that its result is independent of others.
             for at in range(row, end):
                 q_KGD = q_BSND[0, at].unflatten(0, (keys_KLD.shape[0], -1))
                 weights_KGL = scaled_scores(
@@ -264,8 +264,8 @@ class PagedCache:
 
 
 def softmax(scores_KXL: Tensor, sinks_N: Tensor | None) -> Tensor:
-    """The weights of the keys [K, X, L] for the G queries that share a head, or for X = G x Q of
-    them, head by head; with sinks they add up to less than 1."""
+    """Return the softmax over the keys of scores [K, X, L]. X is the G query heads that share a key
+    head, or G x Q for Q queries, grouped by head. With sinks the weights sum to less than 1."""
     if sinks_N is None:
         return scores_KXL.softmax(-1)
     heads, rows = scores_KXL.shape[:2]
@@ -283,7 +283,7 @@ def _prompt(
     sinks_N: Tensor | None,
     unseen: int = 0,
 ) -> Tensor:
-    """[S, K, G, V] of a part."""
+    """Return the attention output [S, K, G, V] for a part of a prompt."""
     P, window, device = stored.keys.shape[2], scores.window, q_TKGD.device
     q_SKGD = q_TKGD[prompt.rows]
     count, heads, group, width = q_SKGD.shape
@@ -295,7 +295,7 @@ def _prompt(
     tiles_XKQD = padded.view(tiles, P, heads, group, width).permute(0, 2, 3, 1, 4)
     tiles_XKQD = tiles_XKQD.reshape(tiles, heads, group * P, width)
     first = first_page(begin * P, P, window)
-    # All keys of the tiles in a row, copied once.
+    # Gather the keys and values of all tiles once.
     keys_KLD, values_KLV = stored.rows(prompt.pages[first : begin + tiles])
     y_XKQV = tiles_XKQD.new_empty(*tiles_XKQD.shape[:-1], values_KLV.shape[-1])
     for number in range(tiles):
@@ -309,7 +309,7 @@ def _prompt(
         if bias_NT is not None:
             distances_PL = _distances(earlier, P, device).clamp_(min=0)
             scores_KGPL += bias_NT[:, distances_PL].unflatten(0, (heads, group))
-        # Within the window all earlier keys are seen: a mask of them would fill much memory.
+        # Within the window, all keys before the tile are visible: a mask would waste memory.
         all_seen = window is None or first_key((tile + 1) * P - 1, window) <= start * P
         seen_whole = earlier if all_seen else 0
         inside = tile * P % window.size if isinstance(window, Chunk) else 0
@@ -325,8 +325,8 @@ def _prompt(
 
 @functools.lru_cache(maxsize=32)
 def _mask(before: int, positions: int, window: Window, inside: int, device: torch.device) -> Tensor:
-    """The addend of the scores [P, L] of a tile with ``before`` keys before it; ``inside`` is the
-    place of its first query in its chunk."""
+    """Return the mask [P, L], 0 or -infinity, for the scores of a tile with ``before`` keys before
+    it. ``inside`` is the index of the tile's first query within its attention chunk."""
     distances = _distances(before, positions, device)
     hidden = distances < 0
     if window is not None:
@@ -336,6 +336,7 @@ def _mask(before: int, positions: int, window: Window, inside: int, device: torc
 
 
 def _distances(before: int, positions: int, device: torch.device) -> Tensor:
-    """Return distances [P, L] from a tile's queries back to its keys and the keys before it."""
+    """Return distances [P, L] from a tile's queries back to its keys and ``before`` earlier
+    keys."""
     queries = torch.arange(positions, device=device)[:, None] + before
     return queries - torch.arange(before + positions, device=device)

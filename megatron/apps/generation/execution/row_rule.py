@@ -1,13 +1,13 @@
-"""Row counts and weight layouts with which a row's results do not depend on the other rows.
+"""Row counts and weight layouts for which a row's result does not depend on the other rows.
 
-On CPUs a row of a GEMM usually has the same bits in every product of four or more rows, or of eight
-where several threads share it. This is tried with the model's own shapes; where it fails, all
-products have one number of rows. On other devices nothing is promised.
+On CPUs a row of a GEMM usually has the same bits in every GEMM of at least four rows, or eight if
+several threads share it. This is measured with the model's own weight shapes. Where it fails, all
+GEMMs use the same number of rows. On other devices this is not guaranteed.
 
-Float32 weights on CPUs are packed in the layout of oneDNN's kernels: products of few rows take half
-the time, and differ from others by rounding. Evaluations read the plain weights.
+Float32 weights on CPUs are packed in the layout of oneDNN's kernels. GEMMs with few rows then take
+half the time, and differ from plain ones by rounding. Evaluations use the plain weights.
 
-Shapes: M rows of a product, I inputs, O outputs.
+Shapes: M rows of a GEMM, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from torch import Tensor, nn
 from megatron.parallel.mesh import Group
 
 _FEWEST = 4
-_SOME = (_FEWEST, 8, 12, 16, 24)  # that are tried as the fewest rows
+_SOME = (_FEWEST, 8, 12, 16, 24)  # candidates for the fewest rows
 _TILE = 32
 _TRIED = (4, 5, 7, 8, 13, 16, 31, 33, 64)
-_SHARED = (9, 10, 11, 12, 17, 18, 19, 25)  # whose last rows may be a thread's only ones
-_OUTPUTS = 4096  # of a product that is tried
-# Bytes that elementwise kernels of CPUs take at a time; other code computes the rest of a tensor.
+# Row counts that may leave only the last few rows to a thread.
+_SHARED = (9, 10, 11, 12, 17, 18, 19, 25)
+_OUTPUTS = 4096  # maximum number of outputs of a measured GEMM
+# Number of bytes that elementwise CPU kernels process at a time. The remainder uses other code.
 _VECTOR = 128
 SMALL_PRODUCT = 16**3
-"""Multiplications up to which torch computes 16-bit products on CPUs by other code. The results
-differ too seldom to be tried."""
-# Numbers of a tensor for each thread at least: elementwise kernels divide larger ones.
+"""Number of multiply-adds up to which torch computes 16-bit GEMMs on CPUs with a different kernel.
+The results differ too rarely to be found by measuring."""
+# Minimum number of elements per thread: elementwise kernels split larger tensors over threads.
 _GRAIN = 2**15
-LEAST = 2**18  # numbers of a packed weight: calling this kernel takes longer than others
-SHARE = 0.25  # of the free memory for packed weights; none is packed if they need more
-_ROWS = 64  # for which the layout is chosen
+LEAST = 2**18  # minimum size of a packed weight, in elements: calling this kernel has more overhead
+SHARE = 0.25  # maximum share of free memory for packed weights; none is packed if they need more
+_ROWS = 64  # number of rows for which oneDNN chooses the layout
 
 
 @dataclass(frozen=True)
 class RowRule:
-    """The rows of a pass: ``fewest`` to ``most`` (None for any number), and ``spare`` added ones,
-    so that the last row is never in use. Threads get whole vectors of tensors with these
-    ``widths``."""
+    """Rule for the number of rows of a pass: ``fewest`` to ``most`` rows (no maximum if None), plus
+    ``spare`` rows, so that the last row is never in use. The row count is also chosen so that
+    tensors with these ``widths`` are split over threads in whole vectors."""
 
     fewest: int = _FEWEST
     most: int | None = None
@@ -56,15 +57,16 @@ class RowRule:
     widths: tuple[int, ...] = ()
 
     def padded(self, rows: int) -> int:
-        """Return the number of rows of a pass with this many rows in use."""
+        """Return the number of rows, with padding, of a pass with ``rows`` rows in use."""
         padded = max(self.fewest, rows) + self.spare
         if self.most is not None:
-            # Those of a part of a pass may include the spare ones of the pass.
+            # ``rows`` may come from an already padded pass, and then includes its spare rows.
             return min(padded, self.most + self.spare)
         return _divided(padded, self.widths, torch.get_num_threads())
 
     def agreed(self, group: Group) -> RowRule:
-        """The strictest rule of the ranks of a replica, which must have the same rows."""
+        """Return the strictest rule of a model replica's ranks, since all of them must use the same
+        row count. Collective: every rank of ``group`` must call it."""
         rules: list[RowRule] = [self] * group.size
         if group.size > 1:
             dist.all_gather_object(rules, self, group=group.handle)
@@ -78,12 +80,12 @@ class RowRule:
 
     @classmethod
     def of(cls, weights: Iterable[Tensor], known: Callable[[Tensor], bool]) -> RowRule:
-        """Return the rule for a model with weights [O, I], some ``known`` to give independent
-        rows."""
+        """Return the rule for a model with weights [O, I]. Weights for which ``known`` returns true
+        are known to have independent rows and are not measured."""
         shapes = {(*weight.shape, weight.dtype, weight.device.type): weight for weight in weights}
         spare = int(any(outputs * dtype.itemsize % _VECTOR for outputs, _, dtype, _ in shapes))
         on_cpu = [shape for shape in shapes if shape[-1] == "cpu"]
-        # Activations with a gate have half the outputs of their product.
+        # The output of a gated activation is half as wide as that of its GEMM.
         widths = {part for outputs, *_ in on_cpu for part in (outputs, -(-outputs // 2))}
         fewest = _FEWEST
         for shape in on_cpu:
@@ -97,15 +99,15 @@ class RowRule:
 
 
 def some_weight(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """A weight to try products with, on the CPU."""
+    """Return a random CPU weight, with at most ``_OUTPUTS`` outputs, to measure GEMMs with."""
     random = torch.Generator().manual_seed(1)
     return torch.randn(min(outputs, _OUTPUTS), inputs, generator=random).to(dtype)
 
 
 @functools.lru_cache(maxsize=64)
 def _fewest_rows(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int | None:
-    """The fewest rows of a product with a weight from which a row's bits do not depend on their
-    number; None if they always do."""
+    """Return the fewest rows of a GEMM with a weight of this shape from which a row's bits do not
+    depend on the number of rows, or None if they always do. Measured with random values."""
     product = partial(F.linear, weight=some_weight(outputs, inputs, dtype))
     least = SMALL_PRODUCT // (outputs * inputs) + 1 if dtype.itemsize == 2 else 1
     some = (max(rows, least) for rows in _SOME)
@@ -114,8 +116,9 @@ def _fewest_rows(outputs: int, inputs: int, dtype: torch.dtype, threads: int) ->
 
 @functools.lru_cache(maxsize=1024)
 def _divided(rows: int, widths: tuple[int, ...], threads: int) -> int:
-    """Return the fewest rows, at least ``rows``, for which each thread gets whole vectors of every
-    width except at the end; threads run other code for remainders."""
+    """Return the smallest row count, at least ``rows``, for which each thread gets whole vectors of
+    tensors of every width, except at the end: a partial vector uses different code. Falls back to
+    ``rows``."""
 
     def whole(numbers: int) -> bool:
         used = min(threads, -(-numbers // _GRAIN))
@@ -130,8 +133,8 @@ def _divided(rows: int, widths: tuple[int, ...], threads: int) -> int:
 def independent(
     product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype, fewest: int = _FEWEST
 ) -> bool:
-    """True if rows of a product do not depend on their number, if they are ``fewest`` or more, nor
-    on their place, with which the alignment of a row in memory changes."""
+    """Return whether the bits of a row do not depend on the number of rows, from ``fewest`` up, nor
+    on the row's index, which changes its alignment in memory."""
     sizes = _TRIED if torch.get_num_threads() == 1 else (*_TRIED, *_SHARED)
     tried = [rows for rows in sizes if rows >= fewest] or [fewest]
     x_MI = some_weight(max(_TRIED[-1], fewest) + 1, inputs, dtype)
@@ -144,8 +147,8 @@ def independent(
 
 
 class PackedWeight(nn.Parameter):
-    """A weight [O, I] whose products use a packed copy while this is ``active``; the first product
-    makes the copy. Otherwise it is an ordinary parameter."""
+    """Weight [O, I] that is multiplied through a packed copy while ``active`` is set on the class.
+    The copy is made on first use. Otherwise this is an ordinary parameter."""
 
     active: ClassVar[bool] = False
     copy: Tensor | None = None
@@ -162,15 +165,15 @@ class PackedWeight(nn.Parameter):
 
 
 class PackedWeights:
-    """Within this context products of float32 matrices on CPUs use packed copies, if rows do not
-    depend on each other and memory suffices. Not thread-safe."""
+    """Context manager in which float32 GEMMs on CPUs use packed copies of the weights, if rows are
+    independent with packed weights and memory suffices. Not thread-safe."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         chosen = [weight for weight in weights if _suits(weight)]
         if sum(weight.nbytes for weight in chosen) > SHARE * psutil.virtual_memory().available:
             return
         for weight in chosen:
-            # In its place: modules and tables hold the parameter itself.
+            # Changed in place, because modules and tables refer to the parameter object itself.
             weight.__class__ = PackedWeight  # type: ignore[assignment]
 
     def __enter__(self) -> None:
@@ -181,7 +184,7 @@ class PackedWeights:
 
 
 def is_packed(weight: Tensor) -> bool:
-    """True if :class:`PackedWeights` multiplies by a packed copy of this weight."""
+    """Return whether :class:`PackedWeights` uses a packed copy of this weight."""
     return isinstance(weight, PackedWeight)
 
 
@@ -206,10 +209,10 @@ def _independent(outputs: int, inputs: int) -> bool:
 
 @torch.inference_mode()
 def packed(weight_OI: Tensor) -> Tensor:
-    """The weight in oneDNN's layout, for :func:`packed_linear`."""
+    """Return the weight in oneDNN's layout, for :func:`packed_linear`."""
     return torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _ROWS)
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x A^T + b, [..., O]."""
+    """Return x A^T + b, [..., O], for a packed weight A."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -1,9 +1,9 @@
-"""A model over the ranks of a layout that computes the steps of generation, with paged keys and
-values.
+"""Run the steps of generation over the ranks of a layout, with a paged KV cache.
 
-Every rank makes a :class:`PagedRunner`; the main one runs the steps, the others
-:meth:`PagedRunner.follow` it until it closes. Results depend on nothing else in a step, unless rows
-of a GEMM do (see :mod:`megatron.apps.generation.execution.paged_attention`).
+Every rank creates a :class:`PagedRunner`. The main rank runs the steps; the others call
+:meth:`PagedRunner.follow` until the main rank closes its runner. A sequence's results do not depend
+on the other sequences of a step, unless the rows of a GEMM depend on each other (see
+:mod:`megatron.apps.generation.execution.paged_attention`).
 
 Shapes: S tokens of an encoded prompt, T tokens of a pass, H hidden.
 """
@@ -56,17 +56,18 @@ PAGE_SIZE = 64
 
 
 class PagedRunner:
-    """See `megatron.apps.generation.request.Runner`; every rank makes one, with the same arguments.
-    ``main`` is true on the rank that runs the steps of its replica of the model.
+    """Implementation of `megatron.apps.generation.request.Runner`. Every rank creates one, with the
+    same arguments. ``main`` is true on the rank that runs the steps of its model replica.
 
     Args:
-        stages: the layers, in evaluation mode.
+        stages: the model's layers, in evaluation mode.
         pages: number of pages.
-        page_size: positions of a page; None for :func:`page_size_of` the generation.
-        in_training: the weights change between passes, and so no copy of them is kept.
-        steps: :func:`step_group` of an earlier runner.
-        slots: texts whose states have a place, if the model has any.
-        drafts: tokens that the model's blocks of multi-token prediction draft for a part.
+        page_size: positions per page. None uses the default of :func:`page_size_of`.
+        in_training: whether the weights change between passes. Weights are then not packed.
+        steps: process group from :func:`step_group` of an earlier runner, to reuse.
+        slots: number of sequences whose recurrent states are stored, for models that have such
+            states.
+        drafts: maximum number of tokens that the model's MTP blocks draft for a part.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class PagedRunner:
         self._encoded: dict[int, EncodedPrompt] = {}
         self._group = self._mesh.model
         self.main = self._group.rank == 0
-        # At ZeRO 3 weights that a step has gathered are released after it.
+        # At ZeRO stage 3, weights that a step has gathered are released after the step, which
+        # inference tensors do not allow.
         partitioned = in_training and any(hasattr(p, "ds_id") for p in stages.weights)
         self._without_gradients = torch.no_grad if partitioned else torch.inference_mode
         self._packed = PackedWeights(() if in_training else stages.weights)
@@ -136,7 +138,7 @@ class PagedRunner:
     def run(self, step: StepInput) -> StepOutput:
         """See `Runner.run`."""
         came: list[int] = []
-        # Ctrl-C waits: the other ranks would wait for one that leaves in the middle.
+        # Defer Ctrl-C: if this rank left in the middle of a step, the other ranks would hang.
         signals = () if self._steps is None else (signal.SIGINT,)
         with _handling(lambda number, frame: came.append(number), *signals):
             self._announce(step)
@@ -147,8 +149,8 @@ class PagedRunner:
         return result
 
     def follow(self) -> None:
-        """Computes this rank's part of all steps until the main rank closes; signals to stop are
-        for that rank, which may have requests to end first."""
+        """Compute this rank's part of each step until the main rank closes its runner. Ignores
+        SIGINT and SIGTERM, because the main rank may first have to finish requests."""
         with _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
             while True:
                 box: list[StepInput | None] = [None]
@@ -166,7 +168,7 @@ class PagedRunner:
             dist.broadcast_object_list([step], self._group.ranks[0], group=self._steps)
 
     def _computed(self, step: StepInput) -> StepOutput | None:
-        """The result on the main rank."""
+        """Compute a step. Return its result on the main rank, None on the others."""
         with self._without_gradients():
             self.memory.copy(step.copies)
             self.states.copy(step.state_copies)
@@ -199,7 +201,8 @@ class PagedRunner:
             return None if numbers is None else rows.result(numbers, drafts)
 
     def _hidden(self, parts: Sequence[SequencePart]) -> Tensor | None:
-        """The input of the head, [1, T, H], on the last stage."""
+        """Run these parts through all layers before the head. Return the head's input [1, T, H] on
+        the last stage, None on others."""
         tokens = [token for part in parts for token in part.tokens]
         rows = self._rows.padded(len(tokens))
         near, encoded = None, None
@@ -229,7 +232,7 @@ class PagedRunner:
         return None if state is None else state.total[:, : len(tokens)]
 
     def _encode(self, tokens: Sequence[int]) -> Tensor:
-        """[1, S, H] on every rank."""
+        """Run the encoder on a prompt, and return its output [1, S, H] on every rank."""
         begin = LayerState(torch.tensor([tokens], device=self._device))
         layers = self._generation.encoder_layers
         state = self._stages.run(begin, len(tokens), 0, layers)
@@ -237,7 +240,8 @@ class PagedRunner:
         return self._stages.broadcast(hidden, len(tokens), layers - 1)
 
     def _to_main(self, numbers: Numbers | None, rows: WantedRows) -> Numbers | None:
-        """Return the numbers on the main rank, wherever the last stage is; None on other ranks."""
+        """Send the results from the last stage to the main rank. Return them on the main rank, None
+        on other ranks."""
         source, main = self._stages.last_rank, self._group.ranks[0]
         rank = self._mesh.world.rank
         if rank == main and source != main:
@@ -254,8 +258,8 @@ class PagedRunner:
 def cut(
     parts: Sequence[SequencePart], most: int | None, page_size: int, piece: int = 1
 ) -> list[list[SequencePart]]:
-    """Yield parts in passes of limited tokens, in order; a prompt may span several, cut at
-    multiples of ``piece``."""
+    """Split parts into passes of at most ``most`` tokens, in order. A prompt may span several
+    passes; it is cut at positions that are multiples of ``piece``."""
     if most is None:
         return [list(parts)]
     passes: list[list[SequencePart]] = [[]]
@@ -286,7 +290,7 @@ def cut(
 
 @contextmanager
 def _handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    """A block with another handler of some signals, in the main thread."""
+    """Handle ``signals`` with ``handler`` in the block. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -299,8 +303,9 @@ def _handling(handler: Any, *signals: signal.Signals) -> Iterator[None]:
 
 
 def step_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """The ranks of this replica of the model, on CPUs; its followers may wait for a request for
-    days. None for one process."""
+    """Create the gloo group of this replica's ranks, or return None for a single process. The
+    timeout is a year, since followers may wait days for a request. Collective: every rank must call
+    it."""
     if mesh.world.size == 1:
         return None
     for ranks in memberships(mesh.sizes, MODEL):
@@ -311,7 +316,7 @@ def step_group(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def cached_layers(stages: StagedLayers) -> list[int]:
-    """The numbers of this process's blocks that keep something of a text."""
+    """Return the numbers of this process's blocks that cache keys and values or states."""
     return [
         cast(int, module.layer)
         for block in stages.blocks()
@@ -321,7 +326,7 @@ def cached_layers(stages: StagedLayers) -> list[int]:
 
 
 def _reads_itself(module: nn.Module) -> bool:
-    """True for causal attention, and for a block with a replacement of it."""
+    """Return whether a module is causal self-attention, or a block with another mixer."""
     if isinstance(module, Attention):
         return module.scores.causal
     mixer = module.attention if isinstance(module, Block) else None
@@ -331,15 +336,14 @@ def _reads_itself(module: nn.Module) -> bool:
 def _memories(
     stages: StagedLayers, model: ModelConfig, ahead: bool = False
 ) -> dict[int, LayerMemory]:
-    """Return the memory of each block of this process that has any, with or without the blocks that
-    predict further tokens."""
+    """Return the cache memory of each of this process's blocks. ``ahead`` includes MTP blocks."""
     size, blocks = stages.mesh.tensor.size, model.blocks + ahead * model.blocks_ahead
     each = {layer: memory_of(model, layer, size) for layer in cached_layers(stages)}
     return {layer: memory for layer, memory in each.items() if memory and layer < blocks}
 
 
 def page_size_of(generation: GenerationSpec) -> int:
-    """Positions of a page: of a model that retrieves, a chunk."""
+    """Return the number of positions per page. For a retrieval model, a page is one chunk."""
     return PAGE_SIZE if generation.neighbors is None else generation.neighbors.chunk_length
 
 
@@ -350,8 +354,8 @@ def page_shape(
     neighbors: NeighborSpec | None = None,
     drafts: int = 0,
 ) -> PageShape:
-    """Contents of a page on this rank, and the bytes of its neighbours, and of what ``drafts``
-    tokens of the model's own need."""
+    """Return the contents of a page on this rank, including the bytes of its neighbours and of the
+    states that the MTP blocks need to draft ``drafts`` tokens."""
     others = 0 if neighbors is None else neighbor_shape(stages, model, neighbors).bytes
     if drafts and stages.last:
         others += len(stages.ahead) * (drafts + 1) * stages.hidden * stages.dtype.itemsize
@@ -364,21 +368,21 @@ def page_shape(
 
 
 def state_shape(stages: StagedLayers, model: ModelConfig) -> StateShape:
-    """The states of a text on this rank."""
+    """Return the shape of one sequence's recurrent states on this rank."""
     memories = _memories(stages, model).items()
     states = {layer: memory for layer, memory in memories if isinstance(memory, States)}
     return StateShape(states, torch.promote_types(stages.dtype, torch.float32))
 
 
 def has_states(model: ModelConfig) -> bool:
-    """True if any block of a model, on any rank, has states."""
+    """Return whether any block of a model, on any rank, has recurrent states."""
     return any(isinstance(memory_of(model, n), States) for n in range(model.num_layers))
 
 
 def neighbor_shape(
     stages: StagedLayers, model: ModelConfig, neighbors: NeighborSpec
 ) -> NeighborShape:
-    """The neighbours of a page on this rank."""
+    """Return the shape of a page's cached neighbours on this rank."""
     cached = set(cached_layers(stages))
     blocks = tuple(layer for layer in neighbors.layers if layer in cached)
     return NeighborShape(

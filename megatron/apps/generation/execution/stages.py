@@ -1,8 +1,8 @@
-"""A model's layers over the ranks of a layout, as generation runs them: forward only, any range of
-consecutive layers, one batch at a time; and the results of the last layer.
+"""Run a model's layers over the ranks of a layout, as generation needs it: forward only, any range
+of consecutive layers, one batch at a time. Also compute logits and scores from the last layer.
 
-Shapes: H hidden, R rows whose logits are wanted, T targets, A most probable tokens of a target, V
-vocabulary, P one tensor-parallel rank's columns of the padded vocabulary, C rows of a chunk.
+Shapes: H hidden, R rows whose logits are requested, T targets, A most probable tokens of a target,
+V vocabulary, P one tensor-parallel rank's columns of the padded vocabulary, C rows of a chunk.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.parallel.mesh import Group, Mesh
 
 
 class EncoderOutput(NamedTuple):
-    """An encoder's output of a pass: its ``tokens``, and the first layers of the stages to which it
-    ``crosses``."""
+    """Encoder output of a pass: its number of ``tokens``, and a function ``crosses`` that returns
+    whether it must be sent to the stage that begins with a given layer."""
 
     tokens: int
     crosses: Callable[[int], bool]
@@ -33,10 +33,12 @@ class EncoderOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class StagedLayers:
-    """The stages of a pipeline: the first layer of each, and the number of layers (``bounds``), the
-    pipeline rank of each, this process's ``own`` stages by number and the matrices of their
-    layers. Of the layers with these ``specs`` the last stage has its head and, after it, those that
-    predict further tokens."""
+    """Layers of a model, divided into pipeline stages.
+
+    ``bounds`` contains the first layer of each stage, then the number of layers. ``owners``
+    contains the pipeline rank of each stage. ``own`` contains this process's stages by number, and
+    ``weights`` the matrices of their layers. The last stage contains the head, followed by the MTP
+    layers."""
 
     bounds: Sequence[int]
     owners: Sequence[int]
@@ -62,7 +64,7 @@ class StagedLayers:
 
     @classmethod
     def alone(cls, model: LayerStack, hidden: int, mesh: Mesh | None = None) -> StagedLayers:
-        """The stages of a pipeline of one rank."""
+        """Return the stages of a model that is not split over pipeline ranks."""
         weights = _matrices(model)
         bounds, stages = (0, len(model.layers)), {0: model.sequence}
         first = next(model.parameters())
@@ -72,12 +74,13 @@ class StagedLayers:
 
     @property
     def layers(self) -> int:
-        """Number of layers from the first to the head."""
+        """Number of layers up to and including the head, without MTP layers."""
         return sum(spec.ahead is None for spec in self.specs)
 
     @property
     def ahead(self) -> list[range]:
-        """Return the layers of each further token without its head; shared layers appear once."""
+        """Layer ranges of the MTP blocks, each without its head. Layers that several MTP blocks
+        share appear once."""
         places: dict[tuple[str, ...], range] = {}
         for number in {spec.ahead for spec in self.specs} - {None}:
             of = [place for place, spec in enumerate(self.specs) if spec.ahead == number]
@@ -87,16 +90,16 @@ class StagedLayers:
 
     @property
     def last(self) -> bool:
-        """True if this process has the last layer."""
+        """True if this process has the last stage."""
         return self.owners[-1] == self._pipeline.rank
 
     def last_part(self, layers: range) -> LayerSequence:
-        """Some layers of the last stage, on the process that has them."""
+        """Return some layers of the last stage. Only valid in the process that has this stage."""
         return self.own[max(self.own)].part(layers.start, layers.stop)
 
     @property
     def last_rank(self) -> int:
-        """Global rank of the last stage of this pipeline."""
+        """Global rank of the process with the last stage of this pipeline."""
         return self._pipeline.ranks[self.owners[-1]]
 
     @property
@@ -104,7 +107,7 @@ class StagedLayers:
         return self.mesh.pipeline
 
     def blocks(self) -> list[nn.Module]:
-        """The blocks of this process."""
+        """Return the blocks of this process."""
         return [block for stage in sorted(self.own) for block in self.own[stage].blocks]
 
     def run(
@@ -115,8 +118,9 @@ class StagedLayers:
         end: int,
         encoded: EncoderOutput | None = None,
     ) -> LayerState | None:
-        """The state after the layers ``first`` to ``end`` - 1, on the rank with the last of them;
-        None on the others. Hidden states [1, ``tokens``, H] travel, and an encoder's output."""
+        """Run the layers ``first`` to ``end`` - 1. Return the state after them on the rank with the
+        last of these layers, None on the others. Hidden states [1, ``tokens``, H] and encoder
+        outputs are sent between stages. Collective: every pipeline rank must call it."""
         pipeline, holder = self._pipeline, None
         reached = state
         for stage, owner in enumerate(self.owners):
@@ -140,13 +144,14 @@ class StagedLayers:
         return reached if holder == pipeline.rank else None
 
     def broadcast(self, hidden: Tensor | None, tokens: int, layer: int) -> Tensor:
-        """States [1, ``tokens``, H] of the rank with a layer, on all ranks of the pipeline."""
+        """Return hidden states [1, ``tokens``, H] on all pipeline ranks, broadcast from the rank
+        that has ``layer``."""
         hidden = self._empty(tokens) if hidden is None else hidden.contiguous()
         self.share(hidden, layer)
         return hidden
 
     def share(self, x: Tensor, layer: int) -> None:
-        """Fill ``x`` on all ranks of the pipeline from the rank that has the layer."""
+        """Broadcast ``x`` in place from the rank that has ``layer`` to all pipeline ranks."""
         pipeline = self._pipeline
         stage = max(s for s, start in enumerate(self.bounds[:-1]) if start <= layer)
         if pipeline.size > 1:
@@ -167,9 +172,11 @@ class StagedLayers:
 
 
 def _matrices(model: nn.Module) -> list[Tensor]:
-    """Matrices whose numbers of rows are tried; of the matrices of experts the first, and parts of
-    matrices that a layer multiplies by one by one. Those of few columns are the taps of
-    convolutions, which no product has, and on layers that are ``only_trained`` no text depends."""
+    """Return the matrices for which a :class:`RowRule` is measured.
+
+    Stacked experts are represented by the first one. Matrices that a layer multiplies in parts are
+    listed by part. Two kinds are left out: matrices with few columns, which are the taps of
+    convolutions, and layers marked ``only_trained``, which do not affect the generated text."""
     unread = {
         param
         for module in model.modules()
@@ -183,16 +190,17 @@ def _matrices(model: nn.Module) -> list[Tensor]:
 
 
 _FEW = 8
-_CHUNK_BYTES = 64 * 2**20  # of float32 logits at a time
+_CHUNK_BYTES = 64 * 2**20  # maximum size of float32 logits computed at a time
 Numbers = tuple[Tensor, Tensor, Tensor, Tensor]
 """Logits, float32 [R, V]; log-probabilities of the targets, float32 [T]; the most probable tokens,
-int64 [T, A], and their log-probabilities, float32 [T, A]."""
+int64 [T, A]; and their log-probabilities, float32 [T, A]."""
 
 
 @dataclass(frozen=True)
 class WantedRows:
-    """Rows among the tokens of all parts: ``rows`` of logits, ``scored`` rows of the targets, and
-    the numbers of targets and of most probable tokens of each part that has any."""
+    """Rows of a step whose results are requested, numbered over the tokens of all parts: ``rows``
+    for logits, ``scored`` for the log-probabilities of ``targets``. For each part with targets,
+    ``counts`` contains the number of targets and of most probable tokens."""
 
     rows: tuple[int, ...]
     scored: tuple[int, ...]
@@ -218,7 +226,7 @@ class WantedRows:
         return max((top for _, top in self.counts), default=0)
 
     def empty(self, vocab_size: int) -> Numbers:
-        """Memory for the numbers, on the CPU."""
+        """Return uninitialised CPU tensors for the results."""
         count, top = len(self.scored), self.top
         return (
             torch.empty(len(self.rows), vocab_size),
@@ -238,7 +246,7 @@ class WantedRows:
 
 
 class Head:
-    """The last layer of the last pipeline stage, for some rows at a time."""
+    """Last layer of the last pipeline stage, computed for a limited number of rows at a time."""
 
     def __init__(self, stages: StagedLayers, vocab_size: int, rule: RowRule) -> None:
         self._layer = stages.last_part(range(stages.layers - 1, stages.layers))
@@ -248,7 +256,8 @@ class Head:
         self._most = fits if rule.most is None else rule.most
 
     def numbers(self, state: LayerState, asked: WantedRows) -> Numbers:
-        """Results of the state before the head, the same on all tensor-parallel ranks."""
+        """Return the requested results, given the state before the head. They are the same on all
+        tensor-parallel ranks."""
         logits_RV, *scores = asked.empty(self._vocab_size)
         for at in self._chunks(len(asked.rows)):
             logits_CP = self._logits(state, asked.rows[at])
@@ -270,31 +279,32 @@ class Head:
         return [slice(first, first + self._most) for first in range(0, rows, self._most)]
 
     def best(self, hidden_1TH: Tensor) -> Tensor:
-        """The most probable token after each state before the head, int64 [T]."""
+        """Return the most probable token after each state before the head, int64 [T]."""
         logits_TP = self._layer(LayerState(hidden_1TH)).hidden[0]
         return whole_logits(logits_TP, self._vocab_size, self._group).argmax(-1)
 
     def _logits(self, state: LayerState, rows: Sequence[int]) -> Tensor:
-        """[C or more, P]"""
+        """Return the logits [C or more, P] of the given rows. Padding repeats the first row."""
         padded = [*rows, *[rows[0]] * (self._rule.padded(len(rows)) - len(rows))]
         hidden = state.hidden.index_select(1, torch.tensor(padded, device=self._device))
         return self._layer(state.with_hidden(hidden)).hidden[0]
 
 
 def whole_logits(logits_RP: Tensor, vocab_size: int, group: Group) -> Tensor:
-    """float32 [R, V] on every rank."""
+    """All-gather the columns of the tensor-parallel ranks. Return float32 [R, V] on every rank."""
     return torch.cat(_gathered(logits_RP, group), dim=1)[:, :vocab_size].float()
 
 
 def score_rows(
     logits_RP: Tensor, targets_R: Tensor, top: int, vocab_size: int, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probability float32 [R] of a target in each row, and the ``top`` most probable tokens
-    with theirs, best first, int64 and float32 [R, top]; the same on every rank."""
+    """Return the log-probability, float32 [R], of a target in each row, and the ``top`` most
+    probable tokens with their log-probabilities, best first, int64 and float32 [R, top]. The
+    results are the same on every rank."""
     columns = logits_RP.shape[1]
     first = group.rank * columns
     logits_RP = logits_RP.float()
-    # In whole rows: their sums do not depend on the other rows.
+    # Mask the padding instead of slicing it off, so that rows are summed independently.
     logits_RP[:, max(0, min(columns, vocab_size - first)) :] = -torch.inf
     own_R = targets_R - first
     absent_R = (own_R < 0) | (own_R >= columns)
@@ -302,10 +312,10 @@ def score_rows(
     target_R = target_R.masked_fill(absent_R, -torch.inf)
     best = logits_RP.topk(min(top, columns), -1)
     largest_R = logits_RP.amax(-1)
-    # A rank may have padding only.
+    # A rank may have padding columns only, and -inf - -inf would be NaN.
     finite_R1 = largest_R.clamp(min=torch.finfo(torch.float32).min)[:, None]
     sums_R = (logits_RP - finite_R1).exp_().sum(-1)
-    # The rest in float64, where the rounding of what differs between batches does not show.
+    # Continue in float64, which hides rounding differences between batches.
     norms_R = sums_R.double().log() + largest_R.double()
     if group.size > 1:
         norms_R = torch.stack(_gathered(norms_R, group)).logsumexp(0)
@@ -314,7 +324,7 @@ def score_rows(
         tokens_RK = torch.cat(_gathered(best.indices + first, group), 1)
     else:
         values_RK, tokens_RK = best
-    # Stable: of equal ones the first token, as in the logits of one rank.
+    # The sort is stable: ties go to the lower token id, as in the logits of one rank.
     order_RK = values_RK.sort(dim=-1, descending=True, stable=True).indices[:, :top]
     top_logprobs = (values_RK.gather(1, order_RK).double() - norms_R[:, None]).float()
     logprobs = (target_R.double() - norms_R).float()

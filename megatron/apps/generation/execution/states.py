@@ -1,14 +1,16 @@
-"""The blocks of a pass that remember a text in states of a fixed size.
+"""Recurrent blocks in a pass: blocks that store a sequence in states of a fixed size.
 
 A token's result depends on its own sequence only, to the last bit:
 
-- A prompt is computed in pieces of one length, which begin at its multiples: calls of the same
-  shapes however the prompt is cut into parts. The last piece may be shorter, for each prompt alike.
-- Generated tokens of several texts are computed together where that gives the same bits as each
-  alone. Elementwise kernels of a CPU compute the end of a tensor by other code, so numbers of texts
-  are tried out with the block's own function, as :mod:`row_rule` does with products: those of which
-  every multiple gives the same bits are filled up to one; else each is alone. On other devices
-  nothing is promised, and all are together.
+- A prompt is computed in pieces of one length, which start at multiples of it. So the calls have
+  the same shapes however the prompt is split into parts. Only the last piece of a prompt may be
+  shorter.
+- Generated tokens of several sequences are computed together if that gives the same bits as
+  computing each alone. Elementwise CPU kernels compute the end of a tensor with other code, so
+  batch sizes are measured with the block's own function, as :mod:`row_rule` does for GEMMs. A batch
+  is padded to a multiple of the smallest size whose multiples all give the same bits. If no size
+  does, each sequence is computed alone. On other devices all sequences are computed together,
+  without this guarantee.
 
 Shapes: T tokens, S tokens of a piece, B generated tokens, X inputs and Y outputs of a block.
 """
@@ -25,14 +27,14 @@ from megatron.apps.generation.memory import StateMemory
 from megatron.apps.generation.request import SequencePart
 
 Step = Callable[[Tensor, tuple[Tensor, ...] | None], tuple[Tensor, tuple[Tensor, ...]]]
-"""See `megatron.model.caches.LayerCache.recur`."""
+"""See `megatron.features.recurrent.passing.RecurrentCache.recur`."""
 _GROUPS = (1, 2, 4, 8)
-_TRIED = (1, 2, 3, 5, 7, 13)  # groups at once
+_TRIED = (1, 2, 3, 5, 7, 13)  # batch sizes to measure, in groups
 _ALONE = 0
 
 
 class _Piece(NamedTuple):
-    """Rows of a prompt from position ``start`` on, and the slot of its sequence."""
+    """Piece of a prompt: its rows in the pass, its first position, and the slot of its sequence."""
 
     rows: slice
     start: int
@@ -40,12 +42,12 @@ class _Piece(NamedTuple):
 
 
 class StateCache:
-    """The states of one pass.
+    """Recurrent states of one pass.
 
     Args:
-        piece: positions at whose multiples a prompt is cut.
-        groups: numbers of texts that are computed together by shapes of states and inputs, as far
-            as they have been tried; 0 for each alone.
+        piece: prompts are cut at positions that are multiples of this.
+        groups: cache of the measured group sizes, by shapes of inputs and states. 0 means that each
+            sequence is computed alone.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class StateCache:
         return y_1TY
 
     def _decoded(self, x_B1X: Tensor, pools: tuple[Tensor, ...], step: Step) -> Tensor:
-        """[B, 1, Y] of generated tokens, whose states are replaced."""
+        """Run the block on generated tokens, updating their states. Return [B, 1, Y]."""
         key = (x_B1X.shape[-1], x_B1X.dtype, *(pool.shape[1:] for pool in pools))
         if key not in self._groups:
             self._groups[key] = group_of(step, x_B1X, pools)
@@ -108,7 +110,7 @@ class StateCache:
 
 
 def _pieces(part: SequencePart, row: int, length: int) -> list[_Piece]:
-    """Pieces of a part whose first token is in a row."""
+    """Return the pieces of a part whose first token is in ``row``."""
     assert part.slot is not None and part.start % length == 0, f"cut at {part.start}, not {length}"
     count = len(part.tokens)
     return [
@@ -120,7 +122,8 @@ def _pieces(part: SequencePart, row: int, length: int) -> list[_Piece]:
 def _advanced(
     x_B1X: Tensor, pools: tuple[Tensor, ...], slots: Sequence[int], count: int, step: Step
 ) -> Tensor:
-    """[count, 1, Y] of the first ``count`` texts in these slots; replaces their states."""
+    """Run ``step`` with the states in these slots. Update only the first ``count`` of them, and
+    return [count, 1, Y]."""
     y_B1Y, states = step(x_B1X, tuple(pool[_place(slots, pool)] for pool in pools))
     _store(pools, slots[:count], states)
     return y_B1Y[:count]
@@ -134,7 +137,7 @@ def _store(pools: tuple[Tensor, ...], slots: Sequence[int], states: Sequence[Ten
 
 
 def _place(slots: Sequence[int], pool: Tensor) -> slice | Tensor:
-    """Slots as an index of a pool; neighbours are read where they are."""
+    """Return an index into a pool for these slots: a slice, without a copy, if consecutive."""
     first, count = slots[0], len(slots)
     if list(slots) == list(range(first, first + count)):
         return slice(first, first + count)
@@ -143,8 +146,9 @@ def _place(slots: Sequence[int], pool: Tensor) -> slice | Tensor:
 
 @torch.inference_mode()
 def group_of(step: Step, x_B1X: Tensor, pools: Sequence[Tensor]) -> int:
-    """Return the smallest group of texts whose multiples all give the same results as larger ones;
-    0 if none of ``_GROUPS`` does. Inputs are like ``x_B1X`` and states like those of ``pools``."""
+    """Return the smallest group size whose multiples all give the same bits as larger batches, or 0
+    if no size in ``_GROUPS`` does. Measured with random inputs and states like ``x_B1X`` and
+    ``pools``."""
     if x_B1X.device.type != "cpu":
         return 1
     random, most = torch.Generator().manual_seed(1), max(_TRIED) + 1

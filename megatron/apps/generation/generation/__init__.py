@@ -1,1 +1,1 @@
-"""Text from a model on a command line: what it continues, and where its texts go."""
+"""Text generation from the command line."""

@@ -1,4 +1,4 @@
-"""Text of a checkpoint's model on a terminal or in files, from a command line."""
+"""Command-line program that generates text with a checkpoint, on a terminal or to a file."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ Message = dict[str, str]
 Row = dict[str, Any]
 Tokens = tuple[int, ...]
 Sources = Callable[[Sequence[int]], Sequence[NeighborText]]
-"""The texts that a retrieving model reads with some tokens."""
+"""Function that returns the retrieved texts that a model reads along with the given tokens."""
 
 
 def run_generation(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Generates the texts of a command line, on all ranks of its layout. Raises ValueError or
-    OSError if a flag, a file or a checkpoint cannot be used; the message names it."""
+    """Run text generation with the given command-line arguments, on all ranks of its layout. Raises
+    ValueError or OSError, naming the cause, if a flag, a file or a checkpoint cannot be used."""
     options, settings = RunToolParser(GenerateConfig, description).parse(argv)
     texts = None
     if is_main_process():
@@ -64,7 +64,7 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
             )
     of_run = _of_run(options, settings)
     with opened_runner(of_run, processes, options, options.adapter, options.retro) as opened:
-        if opened is None:  # the others compute the steps of the main rank
+        if opened is None:  # a follower rank, which has already run its part of every step
             return
         runner: Runner = opened.runner
         sources: Sources | None = None
@@ -97,7 +97,7 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
 
 
 def _of_run(options: GenerateConfig, settings: Settings) -> Settings:
-    """The settings of the run that has the model."""
+    """Return the settings of the run to load, updated by the flags that select the checkpoint."""
     of_run = settings | {"load": Setting(options.load, "flag --load")}
     if options.iteration is None:
         return of_run
@@ -125,7 +125,7 @@ def _generate(generator: TextGenerator, options: GenerateConfig, texts: list[str
 
 
 def _write(options: GenerateConfig, rows: Iterable[Row], total: int) -> None:
-    """Writes rows as JSON lines; the file appears when it is complete."""
+    """Write rows as JSON lines. The file appears only when it is complete."""
     (path,) = map(Path, options.outputs.values())
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, part.open("x", encoding="utf-8") as file:
@@ -136,9 +136,10 @@ def _write(options: GenerateConfig, rows: Iterable[Row], total: int) -> None:
 
 
 class TextGenerator:
-    """Continues texts up to a number of new tokens, or to one of ``ends``, all with the model's
-    first adapter. A seed and the place of a prompt determine the draws. With ``sources`` texts come
-    with those that the model has read; with ``chat`` they answer messages."""
+    """Generator that continues texts up to a number of new tokens or one of the tokens ``ends``.
+    All texts use the runner's first adapter. The seed and the prompt's index determine its random
+    numbers. With ``sources`` each text is accompanied by the retrieved texts that the model has
+    read. With ``chat`` prompts are messages that the model answers."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class TextGenerator:
         self._adapter = next(iter(engine.runner.adapters), None)
 
     def interact(self, samples: int) -> None:
-        """Continues one line after another, or a conversation by lines, until the line "stop" or
+        """Continue one input line after another, or hold a conversation, until the line "stop" or
         the end of the input."""
         messages: list[Message] = []
         for number in itertools.count():
@@ -167,7 +168,7 @@ class TextGenerator:
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
-                # A process that a launcher has put into its own session may not read a terminal.
+                # A launcher may start processes in a new session, which cannot read the terminal.
                 raise ConfigError(
                     "the launcher does not let this program read the terminal: start it as "
                     "cat | torchrun ..., or give --prompt or --prompt-file"
@@ -176,7 +177,8 @@ class TextGenerator:
                 return
             try:
                 if self._chat is None:
-                    self.show([text], samples, number)  # a repeated line gets another text
+                    # The line's number gives a repeated line a different seed.
+                    self.show([text], samples, number)
                     continue
                 asked = [*messages, {"role": "user", "content": text}]
                 answer = self._stream(self._encode(asked), number, 0)
@@ -185,7 +187,7 @@ class TextGenerator:
                 print(f"error: {one_line(error)}", file=sys.stderr)
 
     def show(self, texts: Sequence[str], samples: int, *place: int) -> None:
-        """Prints all texts, a single one while it is generated."""
+        """Generate and print the texts. A single text is streamed while it is generated."""
         if len(texts) * samples > 1:
             for row in self.rows(texts, samples, *place):
                 read = "".join(f"\n{line}" for line in _shown(row))
@@ -198,7 +200,7 @@ class TextGenerator:
         self._stream(prompt, *place, 0)
 
     def _stream(self, prompt: Tokens, *place: int) -> str:
-        """Print a text while it is generated, and return it."""
+        """Generate a text, printing it as it grows, and return it."""
         written: list[str] = []
 
         def write(text: str, end: str = "") -> None:
@@ -223,7 +225,7 @@ class TextGenerator:
         return "".join(written)
 
     def rows(self, texts: Sequence[str], samples: int, *place: int) -> Iterator[Row]:
-        """A row for each sample of each prompt."""
+        """Yield a row for each sample of each prompt."""
         prompts = [self._encode(text) for text in texts]
         prompts = [prompt for prompt in prompts for _ in range(samples)]
         for number, (prompt, completion) in enumerate(self._completions(prompts, *place)):
@@ -239,8 +241,8 @@ class TextGenerator:
             }
 
     def megatron_rows(self, texts: Sequence[str]) -> Iterator[Row]:
-        """A row for each prompt with the fields of Megatron's generate_samples_gpt.py. As there,
-        the end token is part of a text, and a new document begins with it."""
+        """Yield a row for each prompt, with the fields of Megatron's generate_samples_gpt.py. As
+        there, the text includes the end token, and a new document begins with one."""
         prompts = [self._encode(text) for text in texts]
         for number, (prompt, completion) in enumerate(self._completions(prompts)):
             before = self._before(prompt)
@@ -255,8 +257,8 @@ class TextGenerator:
             }
 
     def _encode(self, text: str | Sequence[Message]) -> Tokens:
-        """Ids of a prompt or of messages. Raises ValueError also if it leaves no room for the new
-        tokens."""
+        """Return the token ids of a prompt or of messages. Raises ValueError if the prompt is too
+        long or leaves no room for the new tokens."""
         runner, new = self._engine.runner, self._new or 1
         if self._chat is None:
             assert isinstance(text, str)
@@ -279,17 +281,18 @@ class TextGenerator:
         return prompt
 
     def _room(self, prompt: Tokens) -> tuple[int, int]:
-        """Tokens of a prompt in its sequence, and the most new ones after them."""
+        """Return the number of prompt tokens in the sequence, and the maximum number of new tokens.
+        With an encoder the sequence contains only the start token."""
         runner = self._engine.runner
         before = len(prompt) if runner.max_prompt is None else 1
         return before, runner.max_positions - before
 
     def _before(self, prompt: Tokens) -> Tokens:
-        """Return the number of tokens before the new ones; an encoder's tokens do not count."""
+        """Return the tokens that the new text continues: the prompt unless an encoder reads it."""
         return prompt if self._engine.runner.max_prompt is None else ()
 
     def _request(self, prompt: Tokens, *place: int) -> GenerationRequest:
-        """The request of a prompt; another place gives other draws."""
+        """Return the request for a prompt. Its seed is derived from the indices ``place``."""
         sampling = replace(self._sampling, seed=derive_seed(self._sampling.seed, *place))
         stopping = StopRules(self._new or self._room(prompt)[1], self._ends)
         return GenerationRequest(prompt, stopping, sampling, adapter=self._adapter)
@@ -301,7 +304,7 @@ class TextGenerator:
         return zip(prompts, self._engine.completions(requests), strict=True)
 
     def _neighbors(self, tokens: Sequence[int]) -> Row:
-        """The texts that the model has read with some tokens, as a part of their row."""
+        """Return the retrieved texts that the model has read with these tokens, as row fields."""
         if self._sources is None:
             return {}
         read = self._sources(tokens)

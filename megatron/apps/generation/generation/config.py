@@ -1,4 +1,4 @@
-"""Flags of ``tools/generate.py`` beyond the training flags, and the prompts in its files."""
+"""Flags of ``tools/generate.py`` in addition to the training flags, and readers of prompt files."""
 
 from __future__ import annotations
 
@@ -24,70 +24,70 @@ _MIN_P = Bounds(lambda value: 0 <= value <= 1, "must be in [0, 1]; 0 draws among
 
 @dataclass(frozen=True)
 class GenerateConfig(ServedConfig):
-    """Generation: checkpoint, prompts and sampling."""
+    """Text generation: checkpoint, prompts and sampling."""
 
     load: str | None = option(None)
-    """Folder of checkpoints, or one checkpoint, of this project, Hugging Face, Megatron or
+    """Checkpoint, or folder of checkpoints, of this project, Hugging Face, Megatron or
     DeepSpeed."""
     iteration: int | None = option(None, derived="the newest complete checkpoint")
-    """Iteration of the checkpoint."""
+    """Iteration of the checkpoint to load."""
     prompt: str | None = option(None)
-    """Text to continue; an empty one starts a new document."""
+    """Text to continue. An empty text starts a new document."""
     prompt_file: str | None = option(None)
-    """File with a prompt per line; in a .jsonl file each line is {"prompt": "..."}."""
+    """File with one prompt per line. In a .jsonl file each line is {"prompt": "..."}."""
     output: str | None = option(None)
-    """JSON-lines file for the texts; they are printed if it is not given."""
+    """JSON-lines file for the texts. Without it they are printed."""
     sample_input_file: str | None = option(None)
-    """Megatron's file of prompts: each line is {"prompt": {"text": "..."}}, or in a file without
-    JSON the text itself."""
+    """Prompt file in Megatron's format: each line is {"prompt": {"text": "..."}}, or the text
+    itself if the file is not JSON."""
     sample_output_file: str | None = option(None, derived="that of --sample-input-file with .out")
     """JSON-lines file for the texts of --sample-input-file, with text, all_text, prompt and id."""
     genfile: str | None = option(None)
     """JSON-lines file for --num-samples new documents, with text, all_text, prompt and id."""
     chat: bool = option(False)
-    """Prompts are messages to an instruct model, in the form of its tokenizer's chat template. On a
-    terminal each line continues the conversation."""
+    """Treat prompts as messages to an instruct model, formatted with its tokenizer's chat template.
+    On a terminal each line continues the conversation."""
     max_new_tokens: int | None = option(
         None, derived="128; with --chat all that the model has room for",
         aliases=("--out-seq-length",), bounds=POSITIVE,
     )  # fmt: skip
     """Maximum number of tokens to add to a prompt."""
     temperature: float | None = option(None, derived="1.0", bounds=_TEMPERATURE)
-    """Divisor of the logits: lower values are more deterministic, higher values more random."""
+    """Divisor of the logits. Lower values are more deterministic, higher values more random."""
     top_k: int | None = option(
         None, derived="0, all tokens", aliases=("--top_k",), bounds=_TOP_K
     )  # fmt: skip
-    """Draw among this number of most probable tokens."""
+    """Sample only from this number of most probable tokens."""
     top_p: float | None = option(
         None, derived="1.0, all tokens", aliases=("--top_p",), bounds=_TOP_P
     )  # fmt: skip
-    """Draw among the fewest tokens whose probabilities sum to at least this."""
+    """Sample only from the fewest most probable tokens whose probabilities sum to at least this."""
     min_p: float | None = option(
         None, derived="0.0, all tokens", aliases=("--min_p",), bounds=_MIN_P
     )  # fmt: skip
-    """Draw among the tokens that are at least this share as probable as the most probable one."""
+    """Sample only from tokens whose probability is at least this fraction of the highest one."""
     repetition_penalty: float = option(1.0, aliases=("--repetition_penalty",), bounds=POSITIVE)
-    """Divisor of the positive logits, and factor of the negative ones, of tokens that are in the
-    prompt or the text."""
+    """Penalty for tokens that occur in the prompt or the text: positive logits are divided by it,
+    negative ones multiplied."""
     retro: bool = option(False)
-    """Fetch the neighbours of a Retro's text as it grows, and say what was read; without it the
-    model attends to none."""
+    """Retrieve the neighbours of a RETRO model's text as it grows, and report the retrieved texts.
+    Without it the model attends to no neighbours."""
     retro_project_dir: str | None = option(None, aliases=("--retro-workdir",))
-    """Folder of tools/retro/preprocess_data.py whose database --retro searches."""
+    """Output folder of tools/retro/preprocess_data.py, with the database that --retro searches."""
     greedy: bool = option(False)
     """Always choose the most probable token."""
     seed: int = option(1234)
-    """Seed of the draws."""
+    """Random seed for sampling."""
     num_samples: int | None = option(
         None, derived="1; all prompts of --sample-input-file", bounds=NOT_NEGATIVE
     )
-    """Texts per prompt; with --genfile or --sample-input-file the number of all texts. With 0 no
-    text is sampled without a prompt: --genfile is not written, and prompts come from
+    """Number of texts per prompt. With --genfile or --sample-input-file, the total number of texts.
+    0 disables generation without a prompt: --genfile is not written, and prompts are read from
     --sample-input-file or, line by line, from the terminal."""
     micro_batch_size: int = option(
         64, flag="--batch-size", aliases=("--micro-batch-size",), bounds=POSITIVE
     )
-    """Maximum number of texts that are generated at the same time."""
+    """Maximum number of texts that are generated concurrently."""
     recompute: bool = option(
         False, note="keys and values of earlier tokens are kept, and the texts are the same"
     )
@@ -101,7 +101,7 @@ class GenerateConfig(ServedConfig):
     )
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if flags contradict each other."""
+        """Check the flags. Raises ConfigError if they contradict each other."""
         if self.load is None:
             raise ConfigError("--load is missing")
         sources = self._given("prompt", "prompt_file", "sample_input_file")
@@ -137,11 +137,11 @@ class GenerateConfig(ServedConfig):
 
     @property
     def texts(self) -> int:
-        """Texts that run at once."""
+        """Maximum number of texts that run concurrently."""
         return self.micro_batch_size
 
     def _given(self, *names: str) -> list[str]:
-        """The flags of those fields that have a value."""
+        """Return those flags of the fields ``names`` that are set."""
         return [
             flag_of(field)
             for field in fields(self)
@@ -150,7 +150,7 @@ class GenerateConfig(ServedConfig):
 
     @property
     def outputs(self) -> dict[str, str]:
-        """The file that is written, by its flag; none where texts are printed."""
+        """Path of the output file, keyed by its flag. Empty if texts are printed."""
         if self.output is not None:
             return {"--output": self.output}
         if self.genfile is not None and self.num_samples != 0:
@@ -161,7 +161,7 @@ class GenerateConfig(ServedConfig):
         return {}
 
     def sampling(self) -> Sampling:
-        """The sampling of all texts, with one seed."""
+        """Return the sampling parameters and seed that the flags set."""
         return Sampling(
             greedy=self.greedy,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -174,7 +174,7 @@ class GenerateConfig(ServedConfig):
 
 
 def unused_flags(options: Any) -> list[str]:
-    """A line for each given flag of a tool's options that changes nothing."""
+    """Return a message for each given flag that is accepted but has no effect."""
     return [
         f"{flag_of(field)} is accepted and not used: {field.metadata['note']}"
         for field in fields(options)
@@ -183,8 +183,8 @@ def unused_flags(options: Any) -> list[str]:
 
 
 def prompts_of(options: GenerateConfig) -> list[str] | None:
-    """The prompts of the flags; None without any. Raises ValueError or OSError if a file cannot be
-    used."""
+    """Return the prompts that the flags specify, or None if they specify none. Raises ValueError or
+    OSError if a file cannot be used."""
     if options.prompt is not None:
         return [options.prompt]
     if options.prompt_file is not None:
@@ -199,8 +199,9 @@ def prompts_of(options: GenerateConfig) -> list[str] | None:
 
 
 def _read(flag: str, path: str, form: str, is_json: bool | None = None) -> list[str]:
-    """The lines of a file, or their prompts, if they are JSON (None: if the first line is)."""
-    # str.splitlines would also cut at characters that JSON may contain.
+    """Return the lines of a file, or the prompts in them if they are JSON. If ``is_json`` is None,
+    the first line decides."""
+    # str.splitlines would also split at line separators that JSON strings may contain unescaped.
     lines = [line.rstrip("\n") for line in io.StringIO(read_text(path, flag), newline=None)]
     if is_json is None and lines:
         is_json = isinstance(_json(lines[0]), dict)

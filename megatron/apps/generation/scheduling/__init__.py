@@ -1,1 +1,1 @@
-"""The texts that a step continues, their pages, and its results."""
+"""Scheduling: choose the requests of each step, assign their pages, and process the results."""

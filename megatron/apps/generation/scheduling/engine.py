@@ -1,4 +1,4 @@
-"""Text generation for many concurrent requests."""
+"""Generation engine: continue the texts of many concurrent requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.tokenizer import Tokenizer
 
 
 class QueueFull(RuntimeError):
-    """The queue is full; a later attempt may succeed."""
+    """Raised if the queue is full. A later attempt may succeed."""
 
     def __init__(self, limits: EngineLimits) -> None:
         super().__init__(f"{limits.waiting:,} requests wait already; try again later")
@@ -35,17 +35,18 @@ class EngineStats:
     """Statistics of an engine's past and current work.
 
     Attributes:
-        prompt_tokens: of the requests that were started.
-        prefix_hit_tokens: of the prompts, found in the cache.
-        new_tokens: generated; for a beam search the best text's.
-        draft_tokens: computed in advance, of which ``accepted_tokens`` were the next of their text.
+        prompt_tokens: prompt tokens of the requests that were started.
+        prefix_hit_tokens: prompt tokens that were found in the cache.
+        new_tokens: generated tokens. For a beam search, those of the best beam.
+        draft_tokens: drafted tokens, of which ``accepted_tokens`` were accepted.
         finished: requests that ended, including cancelled and failed ones.
         failed: requests that ended with an error.
-        steps: passes through the model, and their time with the choice of tokens.
-        running: requests, as ``waiting``.
-        pages: of the model's memory: used by running requests, cached (with prompts that may come
-            again), and free.
-        slots: of states of texts: of a model with states, and used by running requests.
+        steps: passes through the model. ``step_seconds`` is their total time, including sampling.
+        running: number of running requests; ``waiting`` is the number in the queue.
+        pages: total number of pages: those that running requests use, cached ones with prompts that
+            may be reused, and free ones.
+        slots: slots for recurrent states, of which running requests use ``slots_used``. 0 for a
+            model without states.
     """
 
     prompt_tokens: int = 0
@@ -68,8 +69,8 @@ class EngineStats:
 
 
 class GenerationEngine:
-    """Continues the texts of many requests together, which come and go at every step; their results
-    do not depend on each other. Not thread-safe; see
+    """Engine that batches many requests into common steps. Requests may join and leave at every
+    step; their results do not depend on each other. Not thread-safe; see
     :class:`~megatron.apps.generation.scheduling.engine_thread.EngineThread`."""
 
     def __init__(
@@ -85,10 +86,10 @@ class GenerationEngine:
         self._next_number = 0
 
     def job(self, request: GenerationRequest) -> Job:
-        """A request as it can be put in the queue; may be called in other threads, since a
-        constraint takes a while to prepare. Raises ValueError if it can never run: its prompt is
-        empty, has an unknown token or, with the new tokens, needs more positions or pages than
-        there are."""
+        """Return a request as a job for the queue. May be called from other threads, because a
+        constraint takes a while to compile. Raises ValueError if the request can never run: its
+        prompt is empty or has an unknown token, or prompt and new tokens together need more
+        positions or pages than the model has."""
         _check_request(request, self.runner)
         job: Job
         if request.beams is not None:
@@ -118,14 +119,14 @@ class GenerationEngine:
         return job
 
     def submit(self, request: GenerationRequest) -> int:
-        """Puts a request in the queue; returns the number that its updates have. Raises ValueError
-        if it can never run, QueueFull if too many wait."""
+        """Add a request to the queue. Return its number, which its updates carry. Raises ValueError
+        if the request can never run, and QueueFull if too many requests are waiting."""
         if self.room <= 0:
             raise QueueFull(self.limits)
         return self.add(self.job(request))
 
     def add(self, job: Job) -> int:
-        """`submit` without a check of `room`."""
+        """Add a job to the queue without checking `room`. Return its number."""
         job.number = self._next_number
         self._next_number += 1
         self._schedule.waiting.append(job)
@@ -133,11 +134,12 @@ class GenerationEngine:
 
     @property
     def room(self) -> int:
-        """The number of further requests: what can run at the next step does not wait."""
+        """Number of further requests that can be submitted. Requests that can start at the next
+        step do not count towards the limit on waiting requests."""
         return self.limits.running + self.limits.waiting - self._schedule.rows
 
     def cancel(self, number: int) -> None:
-        """End a request that is still running; the next step reports it."""
+        """Cancel a request that has not ended yet. The next step reports it as cancelled."""
         job = self._schedule.find(number)
         if job is not None:
             update = Update(number, finish="cancelled")
@@ -150,9 +152,9 @@ class GenerationEngine:
         return bool(self._ended or self._schedule.waiting or self._schedule.running)
 
     def step(self) -> list[Update]:
-        """Gives every running text its next token, and further ones as far as drafts prove right,
-        and computes more of prompts, in one pass through the model. An error of the runner leaves
-        its memory unknown: no step may follow."""
+        """Run one pass through the model, and return the updates of all requests. Every text in
+        generation gets its next token, and more if its drafts are accepted. Prompts are computed in
+        parts. If the runner raises an error, its memory is undefined and no step may follow."""
         started, stats = time.perf_counter(), self._stats
         updates, self._ended = self._ended, []
         for job in self._schedule.admit():
@@ -171,9 +173,9 @@ class GenerationEngine:
         return updates
 
     def completions(self, requests: Iterable[GenerationRequest]) -> Iterator[Completion]:
-        """Yield results of requests, in their order, as soon as they complete; requests are taken
-        from the iterable while there is room. Raises ValueError if one can never run, or the error
-        of one that fails."""
+        """Yield the results of requests in order, as soon as they are complete. Requests are taken
+        from the iterable while there is room. The engine must be idle. Raises ValueError if a
+        request can never run, or the error of a request that fails."""
         assert not self.busy
         coming, open_updates = iter(requests), dict[int, list[Update]]()
         try:
@@ -192,12 +194,12 @@ class GenerationEngine:
             self._ended = []
 
     def complete(self, requests: Iterable[GenerationRequest]) -> list[Completion]:
-        """`completions`, all at once."""
+        """Return the results of `completions` as a list."""
         return list(self.completions(requests))
 
     @property
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """Snapshot of the current statistics."""
         return replace(
             self._stats,
             running=len(self._schedule.running),
@@ -230,7 +232,7 @@ class GenerationEngine:
                 if part.drafts:
                     drafts[job] = next(drafted)
                 rows[job] = rows.get(job, 0) + 1 + len(drafts[job])
-        # The parts of a job follow each other.
+        # All parts of a job are consecutive.
         of_jobs = result.logits_RV.split(list(rows.values())) if rows else ()
         takers = [(first, *followers.get(first, ())) for first in rows]
         self.before_taking(takers, result.logits_RV)
@@ -243,7 +245,8 @@ class GenerationEngine:
                 yield from ((job, update) for update in updates)
 
     def before_taking(self, takers: Sequence[Sequence[Job]], logits_RV: Tensor) -> None:
-        """Called with the logits of a step, and with the jobs that take the same ones."""
+        """Hook that is called with the logits of a step. Each element of ``takers`` lists the jobs
+        that use the same logits."""
 
     def _end(self, job: Job, update: Update) -> None:
         self._schedule.end(job)
@@ -254,12 +257,12 @@ class GenerationEngine:
 def _taken(job: Job, logits_RV: Tensor, drafts: Sequence[int]) -> Iterator[Update]:
     try:
         yield from job.take(logits_RV, drafts)
-    except Exception as error:  # of a sampler or a constraint: it concerns this request alone
+    except Exception as error:  # from a sampler or constraint: only this request fails
         yield job.update(finish="failed", error=error)
 
 
 def completion_of(updates: Sequence[Update]) -> Completion:
-    """All updates of a request together. Raises the error that made it fail."""
+    """Combine all updates of a request. Raises its error if the request failed."""
     last = updates[-1]
     assert last.finish is not None
     if last.error is not None:
@@ -275,8 +278,8 @@ def completion_of(updates: Sequence[Update]) -> Completion:
 
 
 def _check_request(request: GenerationRequest, runner: Runner) -> None:
-    """Raises ValueError if a model can never do it: an empty prompt, an unknown token, more
-    positions than it has, or contradicting fields."""
+    """Raise ValueError if the model can never run a request: an empty prompt, an unknown token or
+    adapter, too many positions, or contradictory fields."""
     if not request.prompt:
         raise ValueError("the prompt is empty; start from the end-of-document token instead")
     _check_tokens("the prompt", request.prompt, runner.vocab_size)

@@ -1,4 +1,4 @@
-"""Runs a generation engine in a separate thread, for programs with an event loop."""
+"""Run a generation engine in a separate thread, for programs with an event loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.apps.generation.scheduling.jobs import Job
 
 
 class EngineStopped(RuntimeError):
-    """The engine refuses requests: it is being drained, or has failed."""
+    """Raised if the engine no longer accepts requests, because it is draining or failed."""
 
 
 class _Stream:
-    """A job and the updates that its event loop was told."""
+    """A job, and the queue of its updates in its client's event loop."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.ended = job, False
@@ -26,7 +26,7 @@ class _Stream:
         self.updates: asyncio.Queue[Update | EngineStopped] = asyncio.Queue()
 
     async def next(self) -> Update:
-        """The next update. Raises the error that made the request, or the engine, fail."""
+        """Return the next update. Raises the error that made the request or the engine fail."""
         update = await self.updates.get()
         if isinstance(update, EngineStopped):
             self.ended = True
@@ -41,13 +41,14 @@ _Told = list[tuple[_Stream, Update | EngineStopped]]
 
 
 class EngineThread:
-    """The thread that steps an engine, which other threads must not use once it is started."""
+    """Thread that runs the steps of an engine. Once started, no other thread may run steps."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._torch_threads = torch.get_num_threads()
-        self._changed = threading.Condition()  # guards the rest, which other threads change too
+        # Guards the attributes below, which other threads also change.
+        self._changed = threading.Condition()
         self._came: list[_Stream] = []
         self._left: list[_Stream] = []
         self._draining = self._closing = False
@@ -56,12 +57,12 @@ class EngineThread:
 
     @property
     def failed(self) -> BaseException | None:
-        """The error that has ended the thread."""
+        """Error that ended the thread. None if it has not failed."""
         return self._failed
 
     @property
     def stats(self) -> EngineStats:
-        """Numbers of the engine without its present step."""
+        """Snapshot of the engine's statistics, without the step in progress."""
         return self.engine.stats
 
     def start(self) -> None:
@@ -70,13 +71,14 @@ class EngineThread:
     async def stream(
         self, request: GenerationRequest, source: tuple[Hashable, Hashable] = (None, None)
     ) -> AsyncGenerator[Update, None]:
-        """Updates of a request, as they come; the last one has ``finish``. To stop iterating
-        cancels it. Sources (see `Job`) take turns. The first ``anext`` raises ValueError if the
-        request can never run, QueueFull if too many wait, EngineStopped; any may raise the error
-        that made it fail."""
+        """Yield the updates of a request as they arrive. The last one has ``finish`` set.
+        Closing the generator early cancels the request. The queue serves sources fairly (see
+        `Job`). The first ``anext`` raises ValueError if the request can never run, QueueFull if
+        too many are waiting, or EngineStopped. Every ``anext`` may raise the error that made the
+        request fail."""
         if request.constraint is None:
             job = self.engine.job(request)
-        else:  # takes long enough to delay other texts
+        else:  # compile in another thread, because it would delay other requests
             job = await asyncio.to_thread(self.engine.job, request)
         job.source = source
         stream = _Stream(job)
@@ -99,8 +101,9 @@ class EngineThread:
                     self._changed.notify()
 
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests, wait for the others, cancel the remaining ones after ``timeout``
-        seconds, and end the thread. Return True if none had to be cancelled."""
+        """Refuse new requests, wait up to ``timeout`` seconds for the accepted ones, cancel those
+        that remain, and end the thread. Return False if requests were cancelled or the engine
+        failed."""
         with self._changed:
             self._draining = True
             self._changed.notify()
@@ -110,7 +113,7 @@ class EngineThread:
         return ended
 
     def close(self) -> None:
-        """Cancels all requests and waits for the thread to end."""
+        """Cancel all requests, and wait for the thread to end."""
         with self._changed:
             self._draining = self._closing = True
             self._changed.notify()
@@ -126,7 +129,7 @@ class EngineThread:
         return stopped
 
     def _run(self) -> None:
-        # OpenMP's number of threads belongs to the thread that set it.
+        # The OpenMP thread count applies only to the thread that sets it.
         torch.set_num_threads(self._torch_threads)
         try:
             while self._receive():
@@ -136,14 +139,15 @@ class EngineThread:
                     if update.finish is not None:
                         del self._streams[update.number]
                 self._send(told)
-        except BaseException as error:  # any: waiting clients are notified
+        except BaseException as error:  # waiting clients must be notified of any error
             with self._changed:
                 self._failed = error
                 streams = [*self._streams.values(), *self._came]
             self._send([(stream, self._failure()) for stream in streams])
 
     def _receive(self) -> bool:
-        """Waits for work, and takes new requests; False at the end of all work."""
+        """Wait for work, add new requests to the engine, and cancel abandoned ones. Return False
+        once the engine is draining and all work is done."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._came or self._left or self._draining or self.engine.busy
@@ -165,7 +169,7 @@ class EngineThread:
         for loop, pairs in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put, pairs)
-            except RuntimeError:  # the loop is closed, and its streams are abandoned
+            except RuntimeError:  # the loop is closed and its streams are abandoned
                 self._left += [stream for stream, _ in pairs]
 
 

@@ -1,4 +1,4 @@
-"""Requests while they run: the tokens to compute next, and the updates of their results."""
+"""Running requests: which tokens each one computes next, and which updates it sends."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from megatron.tokenizer import Tokenizer
 
 
 class Job(ABC):
-    """A request, its pages, and the computed part of its prompt.
+    """A request with its pages and the progress of its prompt.
 
     Attributes:
         number: assigned by the engine.
-        source: the client and its request, between which turns are taken.
-        prompt: the tokens with which the decoder begins.
-        text_before: the tokens that the new text continues.
-        rows: parts of a step that its new tokens take.
+        source: client and HTTP request, among which the queue is fair.
+        prompt: tokens with which the decoder begins.
+        text_before: tokens that the new text continues.
+        rows: number of sequences that the job decodes, each a part of a step.
         long: see `SequencePart.long`.
-        encoded: of a model with an encoder, the number of the encoded prompt.
-        cached: tokens of the prompt that were found computed.
-        slots: of a model with states, one for each of ``rows``; the prompt's is the first.
+        encoded: number of the encoded prompt, for a model with an encoder.
+        cached: number of prompt tokens that were already cached.
+        slots: for a model with recurrent states, a slot for each of ``rows``. The prompt uses the
+            first.
     """
 
     rows = 1
@@ -68,27 +69,28 @@ class Job(ABC):
 
     @property
     def _positions(self) -> int:
-        """The most that are ever computed: the last new token is not."""
+        """Maximum number of positions to compute. The last new token is never computed."""
         return len(self.prompt) + max(self.request.stopping.max_new_tokens - 1, 0)
 
     @property
     def pages_needed(self) -> int:
-        """Pages of the decoder at most."""
+        """Maximum number of pages that the request can need."""
         return -(-self._positions // self.page_size) + self._pages_again
 
     @property
     def _pages_again(self) -> int:
-        """Replace the prompt's pages that other requests may read, if everything is recomputed."""
+        """Number of additional pages that replace the prompt's full pages if the sequence becomes
+        long and is recomputed, because other requests may read the original ones."""
         again = self.is_long(self._positions) and not self.long
         return len(self.prompt) // self.page_size if again else 0
 
     def is_long(self, length: int) -> bool:
-        """True if a sequence of this length is computed as a long one."""
+        """Return whether a sequence of this length exceeds `Runner.long_after`."""
         return self._long_after is not None and length > self._long_after
 
     def admit(self, pool: PagePool) -> bool:
-        """Takes all the pages and slots that the job can ever need, the pages of a known prompt
-        shared; False if they are not available yet."""
+        """Reserve all pages and slots that the job can ever need, sharing the pages of a cached
+        prompt. Return False, reserving nothing, if they are not available yet."""
         if self._digests is None and not pool.shares:
             self._digests = []
         if self._digests is None:
@@ -97,7 +99,7 @@ class Job(ABC):
             )
         digests, shared = self._digests, list[int]()
         if self.request.prompt_logprobs is None:
-            # The last token is computed in any case, for the logits after it.
+            # The last token is always computed, for the logits after it.
             shared = pool.find(digests[: (len(self.prompt) - 1) // self.page_size])
         needed = self.pages_needed - len(shared)
         if needed > pool.available - pool.idle_among(shared) or not pool.has_slots(self.rows):
@@ -110,29 +112,30 @@ class Job(ABC):
         return True
 
     def release(self, pool: PagePool) -> None:
-        """Gives its pages and slots back."""
+        """Return all pages and slots to the pool."""
         pool.release(self._pages, self.number)
         pool.release_slots(self.slots)
         self._pages, self.slots = [], []
 
     @property
     def reading(self) -> bool:
-        """True if some of the prompt is not computed yet."""
+        """True if part of the prompt is not computed yet."""
         return self._computed < len(self._read_tokens)
 
     def read_again(self, tokens: tuple[int, ...]) -> None:
-        """Computes a sequence that has become a long one from its first token."""
-        # Others may read the pages of the prompt, which spare ones replace.
+        """Restart a sequence from its first token as a long one, whose rotary frequencies, and thus
+        all keys, are different."""
+        # Other requests may share the prompt's pages, so use the additional ones instead.
         pages, count = self._pages, self._pages_again
         if count:
             self._pages = pages[-count:] + pages[count:-count] + pages[:count]
         self.long, self._computed, self._read_tokens = True, 0, tokens
-        # Of the short sequence's, if another job has computed its prompt.
+        # Drop pending copies, which refer to the pages of the short sequence.
         self._copies, self._state_copies = [], []
 
     def read(self, pool: PagePool, budget: int) -> SequencePart | None:
-        """Return up to ``budget`` further tokens of the prompt, or one piece if that is longer;
-        None while another job computes them."""
+        """Return the next part of the prompt, with up to ``budget`` tokens or one `Runner.piece` if
+        that is longer. Return None while another job computes the same tokens."""
         tokens, size, end = self._read_tokens, self.page_size, len(self._read_tokens)
         while (
             self.reading
@@ -147,7 +150,7 @@ class Job(ABC):
             most = max(most - most % self._piece, first + self._piece)
         while last < min(end, most):
             page = self._pages[last // size]
-            # A page that another job has filled meanwhile must not be written.
+            # Do not overwrite a page that another job has filled in the meantime.
             if last % size == 0 and (pool.is_filled(page) or not pool.claim(page, self.number)):
                 break
             last = min(last - last % size + size, end, most)
@@ -171,7 +174,7 @@ class Job(ABC):
         return self.slots[row] if self.slots else None
 
     def has_read(self, part: SequencePart, scores: TargetScores | None, pool: PagePool) -> None:
-        """Notes that a part of the prompt is computed."""
+        """Record that a part of the prompt has been computed."""
         size = self.page_size
         self._computed += len(part.tokens)
         for place in range(part.start // size, self._computed // size):
@@ -186,8 +189,9 @@ class Job(ABC):
             ]
 
     def follows(self, other: Job, pool: PagePool) -> bool:
-        """True if it waits only for results of another job, without an encoder: the logits after a
-        prompt, and pages that it can copy."""
+        """Return whether this job can copy its prompt from ``other``: both have the same prompt and
+        adapter, this one needs only the logits after it, and its own differing pages are not
+        published. Not for models with an encoder."""
         return (
             self.request.prompt_logprobs is None
             and self.request.adapter == other.request.adapter
@@ -197,7 +201,8 @@ class Job(ABC):
         )
 
     def adopt(self, other: Job) -> None:
-        """Takes over the prompt that another job has computed."""
+        """Take over the prompt that ``other`` has computed. Its pages and state are copied before
+        the next parts."""
         self._copies += self._differing(other)
         self._state_copies += zip(other.slots[:1], self.slots[:1], strict=True)
         self._computed = self.cached = len(self.prompt)
@@ -210,7 +215,7 @@ class Job(ABC):
     def decoded(
         self, tokens: tuple[int, ...], position: int, pages: tuple[int, ...], row: int = 0
     ) -> SequencePart:
-        """The part of a new token and the drafts after it."""
+        """Return the part for a new token and the drafts after it."""
         return SequencePart(
             tokens, position, pages, True, True, encoded=self.encoded, long=self.long,
             adapter=self.request.adapter, slot=self._slot(row),
@@ -218,21 +223,22 @@ class Job(ABC):
 
     @abstractmethod
     def parts(self) -> list[SequencePart]:
-        """New tokens to compute, a part each; the prompt is computed."""
+        """Return the new tokens to compute, one part for each row. The prompt is already
+        computed."""
 
     def copies(self) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
-        """Pages, and states, that are copied before these parts; asked once."""
+        """Return the page and state copies to make before the next parts, and clear them."""
         copies = self._copies, self._state_copies
         self._copies, self._state_copies = [], []
         return copies
 
     @abstractmethod
     def take(self, logits_RV: Tensor, drafts: Sequence[int] = ()) -> Iterator[Update]:
-        """Takes the logits after the prompt, or after each token of its parts; yields an update for
-        each token that is new. Any error makes the request fail."""
+        """Process the logits after the prompt, or after each token of the last parts, and yield an
+        update for each new token. Any error makes the request fail."""
 
     def update(self, **fields: Any) -> Update:
-        """An update, which the first time has the scores of the prompt."""
+        """Return an update. The first one also includes the scores of the prompt."""
         if self._told:
             return Update(self.number, **fields)
         self._told = True
@@ -242,10 +248,10 @@ class Job(ABC):
 
 
 class TextJob(Job):
-    """A request for one text, drawn token by token, which ``constraint`` must allow. Up to
-    ``drafts`` tokens are computed in advance: what is drawn after the last token that was certain
-    is the next one, and if it is the first draft, the logits after that are those of the token
-    after it. So each token is drawn as without drafts, from the same logits."""
+    """Request for one text, sampled token by token within an optional ``constraint``. Up to
+    ``drafts`` tokens are computed in advance. The next token is sampled from the logits after the
+    last sampled one. If it equals the first draft, the logits after this draft give the token after
+    it, and so on. So each token is sampled from the same logits as without drafts."""
 
     def __init__(
         self,
@@ -278,7 +284,8 @@ class TextJob(Job):
         return [part]
 
     def _room(self, length: int) -> int:
-        """The most drafts after a sequence of this length: after each of them comes a token."""
+        """Return the maximum number of drafts at this sequence length. One more token is always
+        sampled after the drafts."""
         room = min(self._drafts, self.request.stopping.max_new_tokens - len(self._new) - 1)
         if self._long_after is not None and not self.long:
             room = min(room, self._long_after - length)
@@ -307,7 +314,7 @@ class TextJob(Job):
         return () if top is None else (token_score(logits_V, token, top),)
 
     def _chosen(self, logits_V: Tensor) -> tuple[int, Finish | None]:
-        """The next token, and why the text ends with it."""
+        """Return the next token, and the reason if it ends the text."""
         if self._constraint is None:
             token = self._sampler.choose(logits_V)
             return token, self._watch.add(token)
@@ -318,8 +325,8 @@ class TextJob(Job):
 
 
 class BeamJob(Job):
-    """A request for the best texts. Each of its beams has a part in every step, and shares the
-    pages of common text with others."""
+    """Beam search request. Each beam has a part in every step. Beams share the full pages of their
+    common prefix."""
 
     def __init__(self, request: GenerationRequest, runner: Runner, tokenizer: Tokenizer) -> None:
         super().__init__(request, runner)
@@ -336,7 +343,7 @@ class BeamJob(Job):
 
     @property
     def pages_needed(self) -> int:
-        # Full pages of the prompt are common to all beams, and in the worst case nothing else is.
+        # All beams share the prompt's full pages. In the worst case nothing else is shared.
         common = len(self.prompt) // self.page_size
         return common + self.rows * (super().pages_needed - common)
 
@@ -365,7 +372,8 @@ class BeamJob(Job):
         )
 
     def _fork(self, parents: Sequence[int]) -> None:
-        """Makes beams that each continue one by a token, and gives them pages and slots."""
+        """Replace the beams by continuations of the beams in the rows ``parents``, and assign pages
+        and slots to the new beams."""
         size, length = self.page_size, self._length
         if not self._tables:
             count = -(-length // size)
@@ -378,7 +386,7 @@ class BeamJob(Job):
         seen = set[int]()
         for table in self._tables:
             if length % size and table[-1] in seen:
-                # A page that is not yet full belongs to a single beam.
+                # Beams must not share a page that is not full yet.
                 self._copies.append((table[-1], self._spare.pop()))
                 table[-1] = self._copies[-1][1]
             seen.add(table[-1])
@@ -388,8 +396,7 @@ class BeamJob(Job):
                 table.append(self._spare.pop())
 
     def _fork_states(self, rows: Sequence[int]) -> None:
-        """Leave each of these slots, by its place, to the first beam that continues it, and copy it
-        for the others."""
+        """Keep each row's slot for the first beam that continues it, and copy it for others."""
         spare = sorted(set(range(self.rows)).difference(rows))
         self._rows = []
         for row in rows:

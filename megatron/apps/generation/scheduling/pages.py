@@ -1,5 +1,5 @@
-"""Pages of a model's memory: their users, and the pages that contain the start of a prompt; and
-slots for states."""
+"""Page pool: reference counts, and an index of cached pages that contain the start of a prompt.
+Also slots for recurrent states."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 def prefix_digests(
     prompt: Sequence[int], page_size: int, long: bool = False, adapter: str | None = None
 ) -> list[bytes]:
-    """Digests of the tokens up to the end of each full page of a prompt, which identify its
-    contents: keys and values depend on all tokens before them, on the ``adapter``, and on
+    """Return a digest for each full page of a prompt. It identifies the page's contents: keys and
+    values depend on all tokens up to the end of the page, on the ``adapter`` and on
     `SequencePart.long`."""
     whole = len(prompt) // page_size
     pages = np.asarray(prompt[: whole * page_size], np.int64).reshape(whole, page_size)
@@ -29,13 +29,13 @@ def prefix_digests(
 
 
 class PagePool:
-    """Counts the users of each page, and indexes the pages of prompts by content. A page is
-    published before it is filled, so that simultaneous requests with one prompt compute it once:
-    one of them claims and fills it, the others wait. A filled page without users keeps its contents
+    """Reference-counted pages, with an index of prompt pages by content. A page is published before
+    it is filled, so that concurrent requests with the same prompt compute it once: one of them
+    claims and fills the page while the others wait. A filled page without users keeps its contents
     until its memory is needed; the least recently used is evicted first.
 
-    A model with states has ``slots`` of them, None without. No state is kept at the end of a page,
-    so that prompts find nothing computed and share no page.
+    A model with recurrent states has a number of ``slots``; for other models it is None. The states
+    at the end of a page are not stored, so prompts of such a model share no pages.
     """
 
     def __init__(self, pages: int, slots: int | None = None) -> None:
@@ -52,12 +52,12 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `take` can give."""
+        """Number of pages that `take` can provide."""
         return len(self._free) + len(self._idle)
 
     @property
     def cached(self) -> int:
-        """Pages of prompts, without users."""
+        """Number of cached prompt pages without users."""
         return len(self._idle)
 
     @property
@@ -69,34 +69,35 @@ class PagePool:
         return self.slots - len(self._free_slots)
 
     def has_slots(self, count: int) -> bool:
-        """True if `take_slots` can provide this many; always for a model without states."""
+        """Return whether `take_slots` can provide ``count`` slots. Always true without states."""
         return self.shares or count <= len(self._free_slots)
 
     def take_slots(self, count: int) -> list[int]:
-        """Slots for one user, with any contents; none of a model without states."""
+        """Reserve slots, with arbitrary contents, for one user. Return an empty list for a model
+        without states."""
         return [] if self.shares else [self._free_slots.pop() for _ in range(count)]
 
     def release_slots(self, slots: Sequence[int]) -> None:
-        """Take slots back."""
+        """Return slots to the pool."""
         self._free_slots += slots
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known part of a prompt."""
+        """Return the published pages, filled or not, of the longest known prefix of a prompt."""
         known = takewhile(self._by_digest.__contains__, digests)
         return [self._by_digest[digest] for digest in known]
 
     def idle_among(self, pages: Sequence[int]) -> int:
-        """Return the number of pages without users; `share` makes that many fewer available."""
+        """Return how many of the pages have no users. Sharing them reduces `available`."""
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
-        """Adds a user to pages that `find` found."""
+        """Add a user to pages that `find` returned."""
         for page in pages:
             self._idle.pop(page, None)
             self._users[page] += 1
 
     def take(self, count: int) -> list[int]:
-        """Pages for one user, with any contents."""
+        """Reserve pages for one user, with arbitrary contents."""
         assert count <= self.available
         taken = []
         for _ in range(count):
@@ -109,24 +110,24 @@ class PagePool:
         return taken
 
     def publish(self, page: int, digest: bytes, owner: int) -> None:
-        """Lets others find a page that its owner will fill, unless another has these contents."""
+        """Publish a page that ``owner`` will fill, unless another has the same contents."""
         if digest not in self._by_digest:
             self._by_digest[digest] = page
             self._digests[page] = digest
             self._claims[page] = owner
 
     def claim(self, page: int, owner: int) -> bool:
-        """True if this owner must fill a page that is not filled."""
+        """Claim an unfilled page. Return whether ``owner`` has to fill it."""
         if page not in self._digests:
             return True
         return self._claims.setdefault(page, owner) == owner
 
     def is_filled(self, page: int) -> bool:
-        """True if a published page is filled."""
+        """Return whether a page is published and filled."""
         return page in self._filled
 
     def is_private(self, page: int) -> bool:
-        """True if a page is not published."""
+        """Return whether a page is not published."""
         return page not in self._digests
 
     def fill(self, page: int) -> None:
@@ -136,8 +137,8 @@ class PagePool:
             del self._claims[page]
 
     def release(self, pages: Sequence[int], owner: int) -> None:
-        """Removes a user of each. Later pages of a prompt are evicted before earlier ones, without
-        which they cannot be found."""
+        """Remove one user of each page. Later pages of a prompt are evicted first, because they can
+        only be found if all earlier ones are cached."""
         for page in reversed(pages):
             assert self._users[page] > 0
             self._users[page] -= 1

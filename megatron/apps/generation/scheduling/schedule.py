@@ -1,4 +1,4 @@
-"""The requests that run, and the parts of each step."""
+"""Scheduler: choose the requests that run, and the parts of each step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron.apps.generation.scheduling.pages import PagePool
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Limits of concurrent work. Raises ValueError if prompts would have no room in a step.
+    """Limits on concurrent work. Raises ValueError if a step would have no room for prompts.
 
     Attributes:
-        running: texts; each beam is one.
-        step_tokens: of one pass: generated ones, and prompt tokens in the remaining room. An
-            encoder's prompt is one piece, which may be longer, and so may a `Runner.piece`.
-        waiting: requests in addition to the running ones.
-        drafts: tokens of each text that a step computes in advance, after its last one.
+        running: maximum number of running texts. Each beam counts as one.
+        step_tokens: maximum number of tokens in a pass: generated tokens, and prompt tokens in the
+            remaining room. An encoder's prompt or a `Runner.piece` is never split, even if longer.
+        waiting: maximum number of waiting requests, in addition to the running ones.
+        drafts: number of tokens of each text that a step computes in advance.
     """
 
     running: int = TEXTS
@@ -44,12 +44,12 @@ class EngineLimits:
 
 
 PlannedPart = tuple[Job, SequencePart]
-"""A part of a step and its job."""
+"""Part of a step, with the job that it belongs to."""
 
 
 class FairQueue:
-    """Waiting jobs. Clients take turns, as do the requests of a client, each of which may have many
-    jobs; a request's jobs come in order of arrival."""
+    """Queue of waiting jobs that is fair to clients: it serves clients round-robin, and the
+    requests of each client round-robin. The jobs of one request are served in order of arrival."""
 
     def __init__(self) -> None:
         self._clients: dict[Hashable, dict[Hashable, deque[Job]]] = {}
@@ -69,11 +69,12 @@ class FairQueue:
         self._count += 1
 
     def first(self) -> Job:
-        """Return the job whose turn it is."""
+        """Return the job to start next, without removing it."""
         return next(iter(self))
 
     def popleft(self) -> Job:
-        """Take the first one out; the next turns are other requests' and clients'."""
+        """Remove and return the job to start next. Its request and client move to the end of their
+        queues."""
         job = self.first()
         self.remove(job)
         client, request = job.source
@@ -85,7 +86,7 @@ class FairQueue:
         return job
 
     def remove(self, job: Job) -> None:
-        """Take a job out, and keep the turns of the others."""
+        """Remove a job without changing the order of the others."""
         client, request = job.source
         requests = self._clients[client]
         requests[request].remove(job)
@@ -97,15 +98,15 @@ class FairQueue:
 
 
 class Scheduler:
-    """Clients take turns; their requests run in order of arrival while there is room. Running
-    requests are never interrupted, and none overtakes the first in the queue. Every step has a
-    token of each text that is being generated, and drafts after it; the rest of its room goes to
-    prompts, the oldest first.
+    """Scheduler that starts waiting requests while there is room, and plans the steps. Waiting
+    clients are served round-robin. Running requests are never preempted, and no request overtakes
+    the first in the queue. Every step includes one token of each generated text and the drafts
+    after it. The remaining tokens of the step are used for prompts, oldest first.
 
     Attributes:
-        waiting: in the order of their turns.
-        running: in the order of arrival.
-        followers: of the jobs that read prompts in this step, those that wait for the same one.
+        waiting: queue of waiting jobs.
+        running: jobs by number, in order of arrival.
+        followers: for each job whose prompt is computed in this step, the jobs that copy it.
     """
 
     def __init__(self, limits: EngineLimits, pool: PagePool, encodes: bool) -> None:
@@ -129,7 +130,7 @@ class Scheduler:
         return admitted
 
     def end(self, job: Job) -> None:
-        """Takes a request out, and releases its pages and prompt."""
+        """Remove a running or waiting job, and release its pages, slots and encoded prompt."""
         if self.running.pop(job.number, None) is None:
             self.waiting.remove(job)
             return
@@ -140,16 +141,16 @@ class Scheduler:
 
     @property
     def rows(self) -> int:
-        """Texts that run, and requests that wait."""
+        """Number of running texts plus waiting requests."""
         return self._rows + len(self.waiting)
 
     def find(self, number: int) -> Job | None:
-        """A request that has not ended."""
+        """Return the job of a request, or None if it has ended."""
         running = self.running.get(number)
         return running or next((job for job in self.waiting if job.number == number), None)
 
     def plan(self) -> tuple[StepInput, list[PlannedPart]]:
-        """The next step, and its parts in order; there may be none."""
+        """Return the next step, and its parts in order with their jobs. There may be no parts."""
         planned: list[PlannedPart] = []
         copies: list[tuple[int, int]] = []
         state_copies: list[tuple[int, int]] = []
@@ -189,7 +190,7 @@ class Scheduler:
 
 
 class EncodedPrompts:
-    """Numbers of the prompts that an encoder has read, one for all requests of a prompt."""
+    """Numbers of the encoded prompts in use. Equal prompts share a number."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
@@ -199,7 +200,8 @@ class EncodedPrompts:
         self._forget: list[int] = []
 
     def add(self, job: Job) -> int:
-        """Gives a job the number of its prompt; returns the number of tokens to encode first."""
+        """Assign a number to the prompt of a job. Return the number of tokens to encode first, 0 if
+        the prompt is already encoded."""
         prompt = job.request.prompt
         new = prompt not in self._numbers
         if new:
@@ -210,7 +212,7 @@ class EncodedPrompts:
         return len(prompt) if new else 0
 
     def release(self, job: Job) -> None:
-        """Removes a user of a job's prompt."""
+        """Remove a user of a job's prompt."""
         if job.encoded is None:
             return
         self._users[job.encoded] -= 1
@@ -219,7 +221,7 @@ class EncodedPrompts:
             self._forget.append(job.encoded)
 
     def changes(self) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
-        """Return prompts to encode and prompts without users left, since the last call."""
+        """Return the prompts to encode and those that lost their last user since the last call."""
         changes = tuple(self._encode), tuple(self._forget)
         self._encode, self._forget = [], []
         return changes

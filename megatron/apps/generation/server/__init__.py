@@ -1,1 +1,1 @@
-"""An HTTP server for a model that generates text."""
+"""HTTP server for text generation."""

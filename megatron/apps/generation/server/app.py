@@ -1,4 +1,4 @@
-"""The server as an ASGI application: its routes, and the checks that every request passes."""
+"""ASGI application of the server: routes, and checks that apply to every request."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron.apps.generation.server.metrics import Metrics, RequestRecord, curr
 from megatron.apps.generation.server.openai_api import openai_router
 from megatron.apps.generation.server.service import Service
 
-# Endpoints of the metrics; all other paths are one.
+# Endpoint labels in the metrics. All other paths are counted as "other".
 ENDPOINTS = frozenset(
     f"{prefix}/{name}"
     for prefix in ("", "/v1")
     for name in ("completions", "chat/completions", "models")
 ) | {"/api", "/health", "/metrics", "/"}
-_GONE = 499  # the status that is logged when the client went away
+_GONE = 499  # status that is logged if the client has disconnected
 _SECURITY = (
     (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'; base-uri 'none'"),
     (b"x-content-type-options", b"nosniff"),
@@ -40,22 +40,23 @@ _SECURITY = (
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use a server: ``key`` is what clients must send (None for nothing), ``host`` the
-    address of the server, ``origins`` the other sites whose pages may use it ("*" for all)."""
+    """Access rules of a server. ``key`` is the API key that clients must send (None if no key is
+    needed). ``host`` is the server's address. ``origins`` contains other sites whose pages may use
+    the server ("*" for all sites)."""
 
     key: str | None = None
     host: str = "127.0.0.1"
     origins: Collection[str] = ()
 
     def check(self, path: str, headers: dict[bytes, bytes]) -> None:
-        """Raises RequestError for a client without access."""
+        """Check a request's path and headers. Raises RequestError if the client has no access."""
         site = headers.get(b"host", b"localhost").decode("latin-1")
         name = _split(f"//{site}").hostname
-        # A page of another site, whose name leads to this machine, sends that name.
+        # DNS rebinding: a site whose name resolves to this machine sends its own name as Host.
         if self.key is None and name not in {"localhost", "127.0.0.1", "::1", self.host}:
             text = f"Host {site[:200]!r} is not this server's; it takes others with --api-key only"
             raise RequestError(text, 403, code="wrong_host")
-        # A browser sends the site whose page asks; other clients send none.
+        # Browsers send the origin of the page that makes the request; other clients send none.
         origin = headers.get(b"origin", b"").decode("latin-1")
         is_own = _split(origin).netloc == headers.get(b"host", b"").decode("latin-1")
         if origin and not is_own and not {origin, "*"} & set(self.origins):
@@ -71,7 +72,7 @@ class Access:
 
 
 def _split(url: str) -> SplitResult:
-    """The parts of a URL; empty ones of a text that is not a URL, such as ``//[``."""
+    """Return the components of a URL. All are empty if it is not valid, such as ``//[``."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -79,13 +80,14 @@ def _split(url: str) -> SplitResult:
 
 
 class Guard:
-    """ASGI middleware that checks access, adds security headers, answers errors and logs a line."""
+    """ASGI middleware that checks access, adds security headers, converts exceptions to error
+    responses, and logs requests."""
 
     def __init__(self, app: Any, access: Access, metrics: Metrics, log: Any) -> None:
         self._app, self._access, self._metrics, self._log = app, access, metrics, log
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers one request."""
+        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -94,8 +96,8 @@ class Guard:
         try:
             headers = dict(scope["headers"])
             if {b"content-length", b"transfer-encoding"} <= headers.keys():
-                # A proxy may use the one length where the server uses the other, and so take
-                # requests that it did not check for part of a body.
+                # Request smuggling: if a proxy uses one length and the server the other, the end of
+                # a body could pass as a request that the proxy has not checked.
                 lengths = "Content-Length and Transfer-Encoding"
                 raise RequestError(f"{lengths} contradict each other; send one of them", close=True)
             self._access.check(scope["path"], headers)
@@ -108,7 +110,7 @@ class Guard:
             text = "".join(traceback.format_exception(error))
             self._log(f"error: {scope['method']} {scope['path']!r} failed\n{text}")
             if call.status:
-                raise  # too late for an answer: the connection is closed
+                raise  # the response has begun: close the connection
             await call.refuse(RequestError("the server failed to answer this request", 500))
         finally:
             current_record.reset(token)
@@ -119,7 +121,7 @@ class Guard:
 
 
 class _Call:
-    """One request and the beginning of its answer."""
+    """One request with its log record, and the status of its response."""
 
     def __init__(self, scope: Any, receive: Any, send: Any) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -139,7 +141,7 @@ class _Call:
         await answer(self._scope, self._receive, self.send)
 
     def line(self) -> str:
-        """The request's line in the log."""
+        """Return the log line of the request."""
         took, record = time.perf_counter() - self.begun, self.record
         first = f", first byte after {self._first_byte - self.begun:.3f} s" if self.status else ""
         tokens = ""
@@ -150,10 +152,10 @@ class _Call:
 
 
 def build_app(service: Service, access: Access | None = None) -> FastAPI:
-    """The application: Megatron's and OpenAI's API, ``/health``, ``/metrics``, and the page at
-    ``/``."""
+    """Return the application with Megatron's and OpenAI's APIs, ``/health``, ``/metrics``, and the
+    web page at ``/``."""
     access = access or Access()
-    # The pages that describe an API load scripts from elsewhere.
+    # FastAPI's documentation pages load scripts from other sites.
     app = FastAPI(title="Text generation", docs_url=None, redoc_url=None, openapi_url=None)
     for router in (megatron_router(service), openai_router(service), page_router()):
         app.include_router(router)
@@ -171,7 +173,7 @@ def build_app(service: Service, access: Access | None = None) -> FastAPI:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     app.add_middleware(Guard, access=access, metrics=service.metrics, log=service.log)
-    if access.origins:  # around the guard, whose refusals such a page may read
+    if access.origins:  # outside the guard, so that pages can read its refusals
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(access.origins),
@@ -182,7 +184,7 @@ def build_app(service: Service, access: Access | None = None) -> FastAPI:
 
 
 async def _refused(request: Request, error: Any) -> Response:
-    """The answer to a request without a route, in the form of the other errors."""
+    """Answer a request that matches no route, in the same format as other errors."""
     texts = {404: "there is nothing at this path", 405: "this path has no such method"}
     refused = RequestError(texts.get(error.status_code, str(error.detail)), error.status_code)
     headers = {**refused.headers, **(error.headers or {})}
@@ -190,7 +192,8 @@ async def _refused(request: Request, error: Any) -> Response:
 
 
 def page_router() -> APIRouter:
-    """Routes of the page for trying a model, ``/`` and ``/page/NAME``; its files are read once."""
+    """Return the routes of the web page for trying a model, ``/`` and ``/page/NAME``. Files are
+    read only once, when this is called."""
     files = page_files(Path(__file__).parent / "page")
     router = APIRouter(include_in_schema=False)
 

@@ -1,4 +1,4 @@
-"""A server for a checkpoint, from a command line."""
+"""Command-line program that serves a checkpoint over HTTP."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Ctrl-C reaches a process from its terminal and, within this time, again from its launcher.
+# Ctrl-C arrives from the terminal and, within this time, again from the launcher.
 _TWICE_SECONDS = 1.0
 _POLL_SECONDS = 0.2
-_NOTICE_SECONDS = 1.0  # in which a failed server answers so before it ends
+_NOTICE_SECONDS = 1.0  # time for clients to receive the error before a failed server exits
 
 
 def run_server(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Serves the checkpoint of a command line until a signal ends it. Raises ValueError or OSError
-    if a flag, a file or a checkpoint cannot be used; the message names it."""
+    """Serve the checkpoint that the command-line arguments select, until a signal ends the server.
+    Raises ValueError or OSError, naming the cause, if a flag, a file or a checkpoint cannot be
+    used."""
     config, settings = RunToolParser(ServerConfig, description).parse(argv)
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -53,15 +54,15 @@ def run_server(description: str | None, argv: Sequence[str] | None = None) -> No
     if is_main_process():
         _serve(config, settings, processes)
         return
-    for number in _SIGNALS:  # end it immediately, like the main process, until it follows that one
+    for number in _SIGNALS:  # until this rank follows the main rank, a signal ends it immediately
         signal.signal(number, signal.SIG_DFL)
     with opened_runner(settings, processes, config, config.adapter):
         pass
 
 
 class StopSignals:
-    """Handle SIGTERM and Ctrl-C: the first requests a clean end; a second one, or any before it
-    serves, ends the process immediately."""
+    """Handlers of SIGTERM and Ctrl-C. The first signal requests a clean shutdown. Another one after
+    ``_TWICE_SECONDS``, or any signal before the server is ready, ends the process immediately."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -132,7 +133,7 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
 
 
 def _drain(service: Service, thread: EngineThread, http: HTTPThread, seconds: float) -> None:
-    """Lets running requests end, and refuses others."""
+    """Refuse new requests, let admitted ones finish within ``seconds``, and close the server."""
     service.drain()
     _log(f"ending: {service.active} requests have {seconds:g} s; a second signal ends it now")
     _wait_until(lambda: not service.active or thread.failed is not None, seconds)
@@ -153,7 +154,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def _check(service: Service, thread: EngineThread, http: HTTPThread) -> None:
-    """End the process, without waiting for other ranks, if it can no longer answer requests."""
+    """Exit with code 1, without waiting for other ranks, if the engine or HTTP server failed."""
     if thread.failed is None and http.alive:
         return
     failed = thread.failed
@@ -169,6 +170,6 @@ def _check(service: Service, thread: EngineThread, http: HTTPThread) -> None:
 
 
 def _log(line: str) -> None:
-    # Requests are answered also if the reader of the output is gone.
+    # Keep answering requests even if the output pipe is closed.
     with contextlib.suppress(OSError, ValueError):
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

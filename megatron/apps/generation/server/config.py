@@ -1,5 +1,5 @@
 """Flags of ``tools/run_text_generation_server.py`` in addition to the training flags, and the
-limits and defaults of single requests."""
+limits and defaults of requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOP_K = Bounds(lambda value: 0 <= value <= 1000, "must be in [0, 1000]")
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """Limits of a single client; fields as the flags of a server."""
+    """Limits on each request. The server's flags describe the fields."""
 
     tokens: int = 12000
     request_seconds: float = 600.0
@@ -30,13 +30,13 @@ class ServiceLimits:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all clients' large bodies until they are tokens."""
+        """Maximum total bytes of all large request bodies that have not been tokenized yet."""
         return 16 * self.request_bytes
 
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """Sampling of requests without their own; as in Megatron's API 0 is for all tokens."""
+    """Sampling defaults of requests. As in Megatron's API, 0 keeps all tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -45,31 +45,31 @@ class RequestDefaults:
 
 @dataclass(frozen=True)
 class ServerConfig(ServedConfig):
-    """Server: where it listens, who may use it, how much it does at once."""
+    """Server: address, access and limits on concurrent work."""
 
     host: str = option("127.0.0.1")
-    """Address to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for all that reach it, which
-    needs --api-key."""
+    """Address to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for all network interfaces.
+    Any address that is not loopback needs --api-key."""
     port: int = option(5000, bounds=_PORT)
-    """Port to listen on; 0 takes a free one, which is printed."""
+    """Port to listen on. 0 chooses a free port, which is printed."""
     api_key: str | None = option(None)
-    """What clients must send as "Authorization: Bearer KEY". The variable MEGATRON_API_KEY or
-    --api-key-file keep it out of the list of processes."""
+    """Key that clients must send as "Authorization: Bearer KEY". To keep it out of the process
+    list, set the environment variable MEGATRON_API_KEY or --api-key-file instead."""
     api_key_file: str | None = option(None)
-    """File whose first line is the key."""
+    """File whose first line is the API key."""
     allow_origin: tuple[str, ...] = option((), aliases=("--allowed-origins",))
-    """Other sites whose pages may use the server, as https://example.org; * for all, which needs
-    a key."""
+    """Other sites whose pages may use the server, such as https://example.org. * allows all sites
+    and needs --api-key."""
     served_model_name: str | None = option(None, derived="the name of the folder of --load")
-    """Name of the model for clients."""
+    """Model name that clients see."""
     temperature: float = option(1.0, bounds=_TEMPERATURE)
-    """Temperature of requests that do not give one."""
+    """Default temperature of requests."""
     top_k: int = option(0, flag="--top_k", aliases=("--top-k",), bounds=_TOP_K)
-    """For requests that give neither top_k nor top_p: draw among this number of most probable
-    tokens; 0 for all."""
+    """For requests that set neither top_k nor top_p: sample from this number of most probable
+    tokens. 0 keeps all."""
     top_p: float = option(0.0, flag="--top_p", aliases=("--top-p",), bounds=SHARE)
-    """For requests that give neither top_k nor top_p: draw among the fewest tokens whose
-    probabilities sum to at least this; 0 for all."""
+    """For requests that set neither top_k nor top_p: sample from the fewest tokens whose
+    probabilities sum to at least this. 0 keeps all."""
     out_seq_length: int | None = option(None, note="every request says how many tokens it wants")
     inference_batch_times_seqlen_threshold: int | None = option(
         None,
@@ -77,35 +77,34 @@ class ServerConfig(ServedConfig):
         "of its own here",
     )
     max_tokens_to_oom: int = option(12000, bounds=POSITIVE)
-    """The most tokens of a request: its number of texts times the longest prompt with its new
-    tokens."""
+    """Maximum tokens of a request: number of texts x (longest prompt + new tokens)."""
     max_batch_size: int = option(64, aliases=("--max-num-seqs",), bounds=POSITIVE)
-    """Texts that are generated at once; others wait."""
+    """Maximum number of texts that are generated concurrently. Further texts wait."""
     max_num_batched_tokens: int = option(512, bounds=POSITIVE)
-    """Tokens that go through the model in one step; longer prompts take several."""
+    """Maximum number of tokens in one step of the model. Longer prompts take several steps."""
     max_waiting: int = option(1024, bounds=POSITIVE)
-    """Texts that wait; a request beyond that gets status 429."""
+    """Maximum number of waiting texts. Further requests get status 429."""
     request_timeout: float = option(600.0, bounds=POSITIVE)
-    """Seconds after which a request is given up, with status 504."""
+    """Seconds after which an unfinished request is aborted with status 504."""
     read_timeout: float = option(30.0, bounds=POSITIVE)
     """Seconds within which a client must have sent its request."""
     write_timeout: float = option(30.0, bounds=POSITIVE)
-    """Seconds after which a client that reads nothing of its answer is disconnected."""
+    """Seconds after which a client that does not read its response is disconnected."""
     max_request_bytes: int = option(4 * 2**20, bounds=POSITIVE)
-    """The longest body of a request."""
+    """Maximum length of a request body in bytes."""
     max_connections: int = option(1024, bounds=POSITIVE)
-    """Clients at once; a further one gets status 503. Fewer where the process may have fewer files
-    open (ulimit -n)."""
+    """Maximum number of concurrent connections. Further ones get status 503. The limit is lower if
+    the process cannot open enough files (ulimit -n)."""
     drain_seconds: float = option(20.0, bounds=NOT_NEGATIVE)
-    """After SIGTERM or Ctrl-C: how long requests that have come have to end. torchrun kills after
-    30."""
+    """Seconds that running requests have to finish after SIGTERM or Ctrl-C. torchrun kills the
+    process after 30 seconds."""
     chat_template: str | None = option(None, derived="that of the tokenizer")
-    """File with a chat template (Jinja)."""
+    """File with a chat template in Jinja."""
     log_prompts: bool = option(False)
     """Log prompts, except those of requests with no_log."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if values contradict each other, or a file cannot be read."""
+        """Check the flags. Raises ConfigError for contradictory values or an unreadable file."""
         if self.top_k and self.top_p:
             raise ConfigError(f"--top_k {self.top_k} and --top_p {self.top_p}: give one of them")
         drafts = self.num_speculative_tokens
@@ -138,25 +137,26 @@ class ServerConfig(ServedConfig):
 
     @property
     def texts(self) -> int:
-        """Texts that run at once."""
+        """Maximum number of texts that run concurrently."""
         return self.max_batch_size
 
     @property
     def limits(self) -> ServiceLimits:
-        """Limits of a single client."""
+        """Limits on each request."""
         return ServiceLimits(
             self.max_tokens_to_oom, self.request_timeout, self.max_request_bytes, self.read_timeout
         )
 
     @property
     def template(self) -> str | None:
-        """The chat template of --chat-template. Raises ConfigError if it cannot be read."""
+        """Contents of the --chat-template file, or None without the flag. Raises ConfigError if the
+        file cannot be read."""
         path = self.chat_template
         return None if path is None else _text(path, f"--chat-template {path}")
 
     @property
     def notes(self) -> list[str]:
-        """Reasons why flags of this command line change nothing."""
+        """Messages about given flags that have no effect."""
         return [
             f"{flag_of(field)} {value} changes nothing: {field.metadata['note']}"
             for field in fields(self)
@@ -165,7 +165,7 @@ class ServerConfig(ServedConfig):
 
     @property
     def key(self) -> str | None:
-        """The key that clients must send; None for none."""
+        """API key that clients must send, or None if they need no key."""
         if self.api_key_file is None:
             flag = "--api-key" if self.api_key is not None else KEY_VARIABLE
             key = self.api_key if self.api_key is not None else os.environ.get(KEY_VARIABLE)
@@ -178,7 +178,7 @@ class ServerConfig(ServedConfig):
 
 
 def is_loopback(host: str) -> bool:
-    """True if an address or name is reached from this machine only."""
+    """Return whether an address or host name can only be reached from this machine."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,5 @@
-"""Reading a request and its fields, refusing it, and answering while its client waits."""
+"""HTTP request handling: read a body and its fields, refuse a request, and answer it while its
+client is connected."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from megatron.config.flags import nearest
 
 T = TypeVar("T")
 SMALL_BODY = 2**16
-"""Bytes up to which a body waits for no larger one, and is not counted."""
-_DEPTH = 64  # lists and objects inside each other
-# The bytes that are read and discarded of a body that is too long, in longest bodies: most clients
-# read an answer only when they have sent all.
+"""Maximum bytes of a small body. Small bodies do not wait for larger ones, and do not count towards
+the limit on held bytes."""
+_DEPTH = 64  # maximum nesting of lists and objects
+# Maximum bytes to read and discard of a body that is too long, as a multiple of the limit. Most
+# clients read a response only after they have sent their whole body.
 _DISCARDED = 16
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -34,17 +36,17 @@ _ERROR_TYPES = {
 
 
 class ClientGone(Exception):
-    """The client has left before its answer."""
+    """Raised if the client disconnects before it is answered."""
 
 
 class RequestError(Exception):
-    """A refused request, with the HTTP ``status`` of the answer.
+    """Raised to refuse a request. ``status`` is the HTTP status of the response.
 
     Attributes:
-        param: the invalid field.
-        code: a machine-readable word.
+        param: name of the invalid field.
+        code: machine-readable error code.
         retry_after: seconds after which another attempt may succeed.
-        close: True if the connection cannot be reused.
+        close: whether to close the connection after the response.
     """
 
     def __init__(
@@ -70,11 +72,11 @@ class RequestError(Exception):
         return headers
 
     def body(self, path: str) -> dict[str, Any]:
-        """Megatron's form for ``/api``, OpenAI's for all other paths."""
+        """Return the response body: in Megatron's format for ``/api``, otherwise in OpenAI's."""
         return {"message": self.message} if path == "/api" else self.openai()
 
     def openai(self) -> dict[str, Any]:
-        """OpenAI's form, which also ends a stream."""
+        """Return the error in OpenAI's format, which is also sent at the end of a failed stream."""
         default = "server_error" if self.status >= 500 else _ERROR_TYPES[400]
         kind = _ERROR_TYPES.get(self.status, default)
         named = {"param": self.param, "code": self.code}
@@ -82,7 +84,7 @@ class RequestError(Exception):
 
 
 class JSON(Response):
-    """A JSON body in UTF-8; floats that are not finite become null."""
+    """JSON response in UTF-8. NaN and infinity become null."""
 
     media_type = "application/json"
 
@@ -91,15 +93,15 @@ class JSON(Response):
 
 
 class HeldBodies:
-    """A bound on the total bytes of large request bodies, until their texts are tokenized. Small
-    bodies are always read: connections bound their number."""
+    """Limit on the total bytes of large request bodies that are not tokenized yet. Small bodies are
+    always accepted, because the connection limit bounds their number."""
 
     def __init__(self, most: int) -> None:
         self._most, self._held = most, 0
 
     def swap(self, before: int, after: int) -> None:
-        """Counts a body that grows or goes. Raises RequestError, and counts nothing, if that is
-        too much."""
+        """Change the counted size of a body from ``before`` to ``after`` bytes. Raises
+        RequestError, and changes nothing, if the total would exceed the limit."""
         added = (after if after > SMALL_BODY else 0) - (before if before > SMALL_BODY else 0)
         if added > 0 and self._held + added > self._most:
             text = "too many large requests are being sent or wait; try again later"
@@ -108,7 +110,8 @@ class HeldBodies:
 
 
 class Body:
-    """The body of a request; a context manager, at whose end it is counted no more."""
+    """Request body. Its size counts towards the limit of ``all_bodies`` until the ``with`` block
+    ends."""
 
     def __init__(self, all_bodies: HeldBodies) -> None:
         self._held, self._content = all_bodies, bytearray()
@@ -125,8 +128,8 @@ class Body:
         self.size, self._content = 0, bytearray()
 
     async def read(self, request: Request, limits: ServiceLimits) -> None:
-        """Raises RequestError if the body is too long, or does not come in time, or all bodies
-        together are too large; ClientGone."""
+        """Read the body. Raises RequestError if it is too long or too slow, or if the total size of
+        all bodies is too large. Raises ClientGone if the client disconnects."""
         most = limits.request_bytes
         declared = request.headers.get("content-length", "")
         too_long = declared.isdecimal() and int(declared) > most
@@ -155,8 +158,8 @@ class Body:
             raise RequestError(text, 413, close=True)
 
     def parsed(self) -> dict[str, Any]:
-        """The JSON object of the body, whose bytes are released. Raises RequestError for other
-        bodies and deeper objects."""
+        """Parse the body as a JSON object, and release its bytes. Raises RequestError if it is not
+        a JSON object, or is nested too deeply."""
         content, self._content = self._content, bytearray()
         try:
             value = orjson.loads(content)
@@ -181,7 +184,7 @@ def _too_deep(value: Any) -> bool:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes away: raises ClientGone."""
+    """Return the result of ``work``. If the client disconnects, cancel it and raise ClientGone."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -200,31 +203,31 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def is_integer(value: Any) -> bool:
-    """True for JSON's whole numbers; false and true are not numbers."""
+    """Return whether a JSON value is an integer. false and true are not."""
     return type(value) is int
 
 
 def is_number(value: Any) -> bool:
-    """True for JSON's finite numbers; false and true are not numbers."""
+    """Return whether a JSON value is a finite number. false and true are not."""
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 class Fields:
-    """The fields of a JSON object, each checked when it is taken; null is as a missing field. All
-    methods raise RequestError, which names the field, if its value is wrong."""
+    """Fields of a JSON object, each checked when it is read. A null field counts as missing.
+    Methods raise RequestError, naming the field, if its value is invalid."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
-        """``where`` precedes the names in messages."""
+        """``where`` is a prefix for field names in messages."""
         self._values, self._where = values, where
         self._known: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """A value of any type; None for a missing one."""
+        """Return a field's value of any type, or None if it is missing."""
         self._known.add(name)
         return self._values.get(name)
 
     def fault(self, name: str, what: str) -> RequestError:
-        """The error that says ``what`` of a field."""
+        """Return an error whose message is the field's name followed by ``what``."""
         return RequestError(f"{self._where}{name} {what}", param=f"{self._where}{name}")
 
     def number(self, name: str, low: float, high: float) -> float | None:
@@ -257,7 +260,7 @@ class Fields:
         return self._typed(name, dict, "an object")
 
     def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
-        """The texts of a string or a list of strings, none of them empty."""
+        """Return the non-empty strings of a field that contains a string or a list of strings."""
         value = self.take(name)
         texts = [] if value is None else [value] if isinstance(value, str) else value
         if isinstance(texts, list) and len(texts) > most:
@@ -271,17 +274,18 @@ class Fields:
         return tuple(texts)
 
     def ignore(self, *names: str) -> None:
-        """Accepts fields that do not change the answer."""
+        """Accept fields that do not affect the answer."""
         self._known.update(names)
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
-        """Refuses unsupported fields, with a reason each, unless null, false or empty."""
+        """Check that unsupported fields are null, false or empty. Raises RequestError with the
+        reason given for the field otherwise."""
         for name, reason in reasons.items():
             if self.take(name) not in (None, False, [], {}, ""):
                 raise self.fault(name, reason)
 
     def end(self, names: Iterable[str] = ()) -> None:
-        """Raises RequestError for a field that was not taken and is not one of ``names``."""
+        """Raise RequestError for the first field that has not been read and is not in ``names``."""
         known = self._known.union(names)
         for name in self._values:
             if name not in known:

@@ -1,4 +1,4 @@
-"""An HTTP server in a separate thread, whose connections are bounded in number and time."""
+"""HTTP server in a separate thread, with limits on the number and duration of its connections."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from megatron.util.errors import RareLog
 
 T = TypeVar("T")
 _BACKLOG = 1024
-_ACCEPTED = 16  # connections that are accepted before others can be closed
-_CLOSING_SECONDS = 5  # for clients to read complete answers at the end
-_CHECKS = 8  # of a connection within each of its two times
-_UNREAD = 2**26  # bytes of answers of all clients that may wait to be read
-_UNREAD_OF_ONE = 2**16  # bytes of a client that are never too many
-# File descriptors kept free: for the processes of chat templates and constraints, for files, and
-# for connections that are refused and not closed yet.
+_ACCEPTED = 16  # number of connections that asyncio accepts at a time, before it closes others
+_CLOSING_SECONDS = 5  # seconds for clients to read their responses at shutdown
+_CHECKS = 8  # number of timeout checks of a connection per timeout period
+# maximum total bytes of responses that are buffered because clients have not read them
+_UNREAD = 2**26
+_UNREAD_OF_ONE = 2**16  # bytes that each client may leave unread in any case
+# File descriptors to keep free: for the processes of chat templates and constraints, for files, and
+# for refused connections that are not closed yet.
 _OTHER_DESCRIPTORS = 128
-_OVER = 32  # connections above the limit that still get an answer, status 503
+_OVER = 32  # number of connections above the limit that are still answered with status 503
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that only this process has. Raises ConfigError, which names the flag."""
+    """Return a socket that listens at the given address. Raises ConfigError if the address is in
+    use or cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -44,7 +46,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise ConfigError(f"--host {host} is not an address here: {error.strerror}") from None
     listening = socket.socket(family, kind, protocol)
-    # Otherwise the port of a server that has just ended cannot be used for a minute.
+    # Otherwise the port of a server that has just ended would be blocked for a minute.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
@@ -64,7 +66,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of a server's clients; fields as its flags."""
+    """Limits on the connections of a server. The server's flags describe the fields."""
 
     connections: int = 1024
     read_seconds: float = 30.0
@@ -72,7 +74,7 @@ class ConnectionLimits:
 
 
 class HTTPThread:
-    """Serves an application until :meth:`close`."""
+    """Thread that serves an application until :meth:`close` is called."""
 
     def __init__(
         self,
@@ -106,7 +108,8 @@ class HTTPThread:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=connections + 1,  # with the one that is refused
+                # uvicorn's count includes the connection to refuse
+                limit_concurrency=connections + 1,
                 backlog=_ACCEPTED,
                 timeout_keep_alive=max(1, round(limits.read_seconds)),
                 timeout_graceful_shutdown=_CLOSING_SECONDS,
@@ -119,7 +122,7 @@ class HTTPThread:
         )
 
     def start(self) -> None:
-        """Returns when requests are answered."""
+        """Start the thread, and return once it accepts requests."""
         self._thread.start()
         self._begun.wait()
 
@@ -129,58 +132,62 @@ class HTTPThread:
         serving = asyncio.create_task(self._server.serve(sockets=[self._listening]))
         while not (self._server.started or serving.done()):
             await asyncio.sleep(0.01)
-        with contextlib.suppress(OSError):  # it may be closed already
-            self._listening.listen(_BACKLOG)  # more may wait than are accepted at a time
+        with contextlib.suppress(OSError):  # the socket may already be closed
+            # uvicorn listened with its smaller ``backlog``; let more connections wait.
+            self._listening.listen(_BACKLOG)
         self._begun.set()
         await serving
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Logs an error outside of all requests, such as one of accepting a connection."""
+        """Log an error that occurred outside any request, such as when accepting a connection."""
         message, error = context["message"], context.get("exception")
         self._rare_log.say(message, f"error: {message}" + f" ({error})" * (error is not None))
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Runs a coroutine in the loop of the server."""
+        """Schedule a coroutine in the server's event loop, from any thread. Return its future."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work(), self._loop)
 
     @property
     def alive(self) -> bool:
-        """True while it answers."""
+        """True while the server answers requests."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Refuses connections, and waits until answers are read to their end."""
+        """Refuse new connections, and wait a few seconds for clients to read their responses."""
         self._server.should_exit = True
         self._thread.join(_CLOSING_SECONDS + 5)
         self._listening.close()
 
 
 def most_connections() -> int:
-    """Connections for which this process has file descriptors, in addition to its present ones."""
+    """Return the number of connections for which there are file descriptors, at least 1."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return 2**31
-    folder = Path("/dev/fd")  # of Linux and macOS
+    folder = Path("/dev/fd")  # on Linux and macOS
     free = most - (len(list(folder.iterdir())) if folder.is_dir() else 0)
     return max(1, free - _OTHER_DESCRIPTORS, free // 4)
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that closes itself when no request comes, or its head does not end, within
-    ``read_seconds``, and when nothing of an answer is read for ``write_seconds``, or its client is
-    the one that has most to read while all have too much. uvicorn's own closing waits for the other
-    side to read.
+    """Connection with timeouts.
 
-    With more than ``limit_concurrency`` of them the newest gets status 503 and is soon closed, or
-    at once if there are many more: the process must not run out of file descriptors."""
+    It closes itself if no complete request head arrives within ``read_seconds``, if its client
+    reads nothing of a response for ``write_seconds``, or if too many response bytes are unread
+    in total and this connection has the most. It aborts the transport instead of closing it in
+    uvicorn's way, which waits for the client.
+
+    Above ``limit_concurrency`` connections the newest gets status 503 and is closed within a
+    second. If there are many more, it is closed at once, to avoid running out of file
+    descriptors."""
 
     read_seconds = 30.0
     write_seconds = 30.0
     rare_log: RareLog
 
     def connection_made(self, transport: Any) -> None:
-        """Starts the checks."""
+        """Start the timeout checks."""
         super().connection_made(transport)
         self._idle_since = self._read_since = self.loop.time()
         self._unread = 0
@@ -196,14 +203,14 @@ class BoundedConnection(H11Protocol):
         self._check()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the checks."""
+        """Stop the timeout checks."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
     @property
     def _idle(self) -> bool:
-        """True if no answer is owed: no request has begun, or it was answered before its end."""
+        """True if no response is due: no request has begun, or it was answered before its end."""
         return self.conn.their_state is h11.IDLE or (
             self.cycle is not None and self.cycle.response_complete
         )

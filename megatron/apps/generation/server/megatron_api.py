@@ -1,4 +1,4 @@
-"""Megatron's own API: ``PUT /api``."""
+"""Megatron's text generation API: ``PUT /api``."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _NAMES_ELSEWHERE = {
     "num_beams": "beam_width",
     "stream": "/v1/completions",
 }
-"""Other APIs' fields, and what to use here. An unknown field is refused, since the answer would
-ignore it silently."""
+"""Field names of other APIs, and what to use instead. Unknown fields are refused, because ignoring
+them would silently change the answer."""
 
 
 @dataclass(frozen=True)
 class MegatronRequest:
-    """Fields of a request; ``top_k`` and ``top_p`` are 0 for all tokens."""
+    """Fields of a request. ``top_k`` and ``top_p`` of 0 keep all tokens."""
 
     prompts: tuple[str, ...]
     tokens_to_generate: int = 64
@@ -68,7 +68,8 @@ class MegatronRequest:
 
 
 def parsed(body: Mapping[str, Any], defaults: RequestDefaults) -> MegatronRequest:
-    """The checked fields. Raises RequestError with Megatron's words, in Megatron's order."""
+    """Check and return the fields of a request body. The checks have Megatron's order and messages.
+    Raises RequestError if one fails."""
     for old, new in (("max_len", "tokens_to_generate"), ("sentences", "prompts")):
         _require(old not in body, f"{old} is no longer used.  Replace with {new}")
     _require("prompts" in body, "prompts argument required")
@@ -121,7 +122,7 @@ def _check_prompts(prompts: Any) -> None:
 
 
 def _checked_sampling(body: Mapping[str, Any], defaults: RequestDefaults) -> dict[str, Any]:
-    """Temperature, ``top_k`` and ``top_p``, which have defaults of the server."""
+    """Check and return temperature, ``top_k`` and ``top_p``, by default the server's."""
     temperature = body.get("temperature", defaults.temperature)
     _require(
         is_number(temperature) and 0 < temperature <= 100,
@@ -153,8 +154,8 @@ def _checked_sampling(body: Mapping[str, Any], defaults: RequestDefaults) -> dic
 def generation_requests(
     asked: MegatronRequest, prompts: Sequence[Tokens], model: ServedModel, limit: int
 ) -> list[GenerationRequest]:
-    """A request of the engine for each prompt. Raises RequestError if they are more than ``limit``
-    tokens or the model's positions."""
+    """Return an engine request for each prompt. Raises RequestError if (longest prompt + new
+    tokens) x texts exceeds ``limit``, or if a text exceeds the model's positions."""
     new, width = asked.tokens_to_generate, asked.beam_width
     too_long = min(map(model.room, prompts)) < new
     if width is not None and (new == 0 or too_long):
@@ -193,10 +194,11 @@ def _sampling(asked: MegatronRequest, index: int) -> Sampling:
 
 
 def _stopping(asked: MegatronRequest, index: int, model: ServedModel) -> StopRules:
-    """Megatron's rules: text ends it, or else tokens do; in a beam search ``stop_token`` alone, or
-    else the tokens that end a text of the model."""
+    """Return the stop rules as in Megatron: stop texts if requested, otherwise stop tokens. A beam
+    search ignores stop texts, and stops only at ``stop_token`` if it is given, otherwise at the
+    model's end tokens."""
     if asked.beam_width is None and (asked.stop_on_eol or asked.stop_on_double_eol):
-        if asked.stop_on_double_eol:  # which Megatron asks for first
+        if asked.stop_on_double_eol:  # Megatron gives this flag precedence
             before = asked.prompts[index][-1:]
             return StopRules(asked.tokens_to_generate, texts=("\n\n",), before=before)
         return StopRules(asked.tokens_to_generate, texts=("\n",))
@@ -234,7 +236,7 @@ async def _answer(
     else:
         (prompt,), (search,) = prompts, answers
         texts = [(prompt, each.tokens, search.prompt_scores + each.scores) for each in search.beams]
-    # The prompt is not part of the text where an encoder has read it.
+    # A prompt that an encoder has read is not part of the text.
     segments = [
         token_texts(model.tokenizer, new if model.has_encoder else prompt + new)
         for prompt, new, _ in texts
@@ -250,7 +252,7 @@ async def _answer(
 
 
 def megatron_router(service: Service) -> APIRouter:
-    """The routes of Megatron's API."""
+    """Return the routes of Megatron's API."""
     router = APIRouter()
 
     @router.api_route("/api", methods=["PUT", "POST"])

@@ -1,4 +1,4 @@
-"""Tokens of a request, for the log, and a server's numbers, for Prometheus."""
+"""Token counts of a request for the log, and the server's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_ENGINE = {
 
 @dataclass
 class RequestRecord:
-    """Tokens of a request, its client, and when it began (of the monotonic clock)."""
+    """Token counts of a request, its client, and its start time on the monotonic clock."""
 
     prompt_tokens: int = 0
     new_tokens: int = 0
@@ -42,14 +42,14 @@ class RequestRecord:
 
 
 current_record: ContextVar[RequestRecord] = ContextVar("record")
-"""The record of the request that this task answers."""
+"""Record of the request that the current task answers."""
 
 
 class Metrics:
-    """The numbers of one server; names begin with ``megatron_``."""
+    """Metrics of one server. Their names begin with ``megatron_``."""
 
     def __init__(self, stats: Callable[[], Any]) -> None:
-        """``stats`` gives the engine's numbers, None before there is an engine."""
+        """``stats`` returns the engine's statistics, or None before there is an engine."""
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "megatron_requests",
@@ -66,7 +66,7 @@ class Metrics:
         return Histogram(f"megatron_{name}", text, buckets=_SECONDS, registry=self._registry)
 
     def text(self) -> bytes:
-        """The numbers in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

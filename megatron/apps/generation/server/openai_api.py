@@ -1,4 +1,4 @@
-"""OpenAI's API: completions, chat, models."""
+"""OpenAI's API: completions, chat completions and models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 
 class _Completions:
-    """The form of answers of ``/v1/completions``."""
+    """Response format of ``/v1/completions``."""
 
     whole = part = "text_completion"
     prefix = "cmpl"
@@ -45,7 +45,7 @@ class _Completions:
     chunk = choice
 
     def first(self, index: int, echo: TextPiece | None) -> Json | None:
-        """The beginning of a stream; ``echo`` is the prompt, if it is part of the text."""
+        """Return a stream's first choice: the prompt ``echo``, or None if it is not requested."""
         return None if echo is None else self.chunk(index, echo)
 
     def _logprobs(self, placed: tuple[PlacedToken, ...]) -> Json | None:
@@ -65,13 +65,13 @@ class _Completions:
         for token, logprob in placed.score.top:
             name = here if token == placed.token else token_name(self._tokenizer, token)
             logprobs.setdefault(name, logprob)
-        # As OpenAI: the token itself is always there.
+        # As in OpenAI's API, the token itself is always included.
         logprobs.setdefault(here, placed.score.logprob)
         return logprobs
 
 
 class _Chat:
-    """The form of answers of ``/v1/chat/completions``."""
+    """Response format of ``/v1/chat/completions``."""
 
     whole, part = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
@@ -88,7 +88,7 @@ class _Chat:
         return _choice(index, {"delta": delta}, self._logprobs(piece), piece)
 
     def first(self, index: int, echo: TextPiece | None) -> Json | None:
-        """The beginning of a stream."""
+        """Return the first choice of a stream, which sets the role."""
         delta = {"role": "assistant", "content": ""}
         return _choice(index, {"delta": delta}, None, TextPiece("", (), None))
 
@@ -115,7 +115,7 @@ def _choice(index: int, content: Json, logprobs: Json | None, piece: TextPiece) 
 
 
 class _Exchange:
-    """One request for texts, and its answer in either form."""
+    """One request to either completion endpoint, and its response."""
 
     def __init__(
         self, service: Service, model: ServedModel, asked: TextsAsked, form: type[_Form]
@@ -137,7 +137,7 @@ class _Exchange:
     def _text(self, index: int) -> ChoiceText:
         number = index // self._asked.choices
         shown = self._asked.shown[number] if self._asked.echo else ""
-        # The prompt of an encoder is no part of the text.
+        # A prompt that an encoder has read is not part of the text.
         prompt = () if self._model.has_encoder else self._asked.prompts[number]
         stops, hidden = self._asked.template.stopping.texts, self._asked.hidden
         return ChoiceText(self._model.tokenizer, prompt, stops, hidden, len(shown))
@@ -152,7 +152,7 @@ class _Exchange:
         }
 
     async def whole(self) -> Json:
-        """The answer at once."""
+        """Return the whole response once all texts are complete."""
         answers = await self._service.complete(self._asked.requests())
         choices = []
         for index, answer in enumerate(answers):
@@ -165,18 +165,20 @@ class _Exchange:
         return self._envelope(self._form.whole, choices) | {"usage": self._usage(new, cached)}
 
     def _echo(self, index: int, scores: tuple[TokenScore, ...]) -> TextPiece | None:
-        """The prompt with the scores of its tokens, if it is part of the text."""
+        """Return the prompt with its tokens' scores, or None if the response does not echo it."""
         if not self._asked.echo:
             return None
         number = index // self._asked.choices
         prompt, shown = self._asked.prompts[number], self._asked.shown[number]
-        if self._asked.top is None or not shown:  # an empty prompt has a token that is not shown
+        # an empty prompt consists of one token without text
+        if self._asked.top is None or not shown:
             return TextPiece(shown, (), None)
         placed = placed_prompt(self._model.tokenizer, prompt, (None, *scores), shown)
         return TextPiece(shown, tuple(placed), None)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events. Raises RequestError before the first one only."""
+        """Yield the response as server-sent events. Raises RequestError only before the first
+        event; later errors are sent as an event."""
         asked, new, cached = self._asked, 0, 0
         texts = [self._text(i) for i in range(len(asked.prompts) * asked.choices)]
         begun: set[int] = set()
@@ -216,14 +218,15 @@ def _event(content: Json) -> bytes:
 
 
 async def _streamed(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """A response that begins with the first event, so that errors before it have their status."""
+    """Return a streaming response. Waits for the first event, so that an error can still set the
+    HTTP status."""
 
     async def next_event() -> bytes:
         return await anext(events)
 
     try:
         first = await while_connected(request, next_event())
-    except BaseException:  # a cancelled request, too, must end its generation
+    except BaseException:  # also if cancelled: generation must be stopped
         await events.aclose()
         raise
 
@@ -240,7 +243,7 @@ async def _streamed(request: Request, events: AsyncGenerator[bytes, None]) -> Re
 
 
 def openai_router(service: Service) -> APIRouter:
-    """The routes of OpenAI's API, with and without ``/v1``."""
+    """Return the routes of OpenAI's API, with and without the prefix ``/v1``."""
     router = APIRouter()
 
     async def answer(

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API to requests of the engine."""
+"""Convert requests of OpenAI's API to requests of the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.apps.generation.server.service import (
 
 MAX_CHOICES = 128
 _PROMPT = "must be a string, a list of strings, a list of token ids, or a list of such lists"
-_MAX_MESSAGES = 2048  # as OpenAI's API; the same for the parts of a message
+_MAX_MESSAGES = 2048  # as in OpenAI's API; also the maximum number of content parts of a message
 _MAX_STOPS = 16
 _LONGEST_STOP = 1024
 _MAX_TOP = 20
@@ -46,15 +46,15 @@ _REFUSED_BY_COMPLETIONS = {
 
 @dataclass(frozen=True)
 class TextsAsked:
-    """A request for texts.
+    """Validated request to either completion endpoint.
 
     Attributes:
-        prompts: token ids of each.
-        shown: text of each, with ``echo``.
-        choices: texts of each prompt.
-        template: the request of the first prompt.
+        prompts: token ids of each prompt.
+        shown: text of each prompt, if ``echo`` is set.
+        choices: number of texts for each prompt.
+        template: engine request for the first prompt, from which all others are derived.
         hidden: tokens that end a text and are not part of it.
-        top: most probable tokens to show; None for no log-probabilities.
+        top: number of most probable tokens to report. None reports no log-probabilities.
     """
 
     prompts: tuple[Tokens, ...]
@@ -68,7 +68,7 @@ class TextsAsked:
     include_usage: bool
 
     def requests(self) -> list[GenerationRequest]:
-        """All texts of the first prompt, then all of the second, and so on."""
+        """Return the engine requests, ordered by prompt: ``choices`` requests for each."""
         template, requests = self.template, list[GenerationRequest]()
         for prompt in self.prompts:
             for _ in range(self.choices):
@@ -79,7 +79,7 @@ class TextsAsked:
 
 
 def check_model_name(service: Service, model: ServedModel, name: str, has: str) -> None:
-    """Raises RequestError for a name that is neither the model's nor an adapter's."""
+    """Check a model name. Raises RequestError unless the model or an adapter has this name."""
     names = service.name, *model.runner.adapters
     if name not in names:
         known = ", ".join(map(repr, names))
@@ -88,8 +88,8 @@ def check_model_name(service: Service, model: ServedModel, name: str, has: str) 
 
 
 class BodyReader:
-    """Reads the fields of one body in a fixed order, which decides the error that is reported. All
-    methods raise RequestError."""
+    """Reader of the fields of a request body, in a fixed order that determines which error is
+    reported. Methods raise RequestError if a field is invalid."""
 
     def __init__(
         self, service: Service, model: ServedModel, body: Mapping[str, Any], texts: TextReader
@@ -99,7 +99,7 @@ class BodyReader:
         self.vocab_size = model.tokenizer.vocab_size
 
     async def completion(self) -> TextsAsked:
-        """The request of a body of ``/v1/completions``."""
+        """Parse a body of ``/v1/completions``."""
         fields = self.fields
         adapter = self._adapter()
         fields.refuse(_REFUSED_BY_COMPLETIONS)
@@ -114,7 +114,7 @@ class BodyReader:
         return self._asked(prompts, shown, choices, new, top, echo, adapter)
 
     async def chat(self) -> TextsAsked:
-        """The request of a body of ``/v1/chat/completions``."""
+        """Parse a body of ``/v1/chat/completions``."""
         fields, model = self.fields, self.model
         adapter = self._adapter()
         fields.refuse(_REFUSED_BY_CHAT)
@@ -149,7 +149,8 @@ class BodyReader:
         adapter: str | None,
         stops: Sequence[str] = (),
     ) -> TextsAsked:
-        """Reads the fields that both kinds of body have; ``stops`` are further stop texts."""
+        """Read the fields that both endpoints share, and return the request. ``stops`` contains
+        additional stop texts."""
         fields = self.fields
         self._check_size(prompts, choices, new)
         hidden = frozenset[int]() if fields.flag("ignore_eos") else self.model.ends
@@ -177,7 +178,7 @@ class BodyReader:
         return TextsAsked(prompts, shown, choices, template, ends, top, echo, stream, include_usage)
 
     def _adapter(self) -> str | None:
-        """The adapter that the field ``model`` names; None for the model itself."""
+        """Return the adapter that the field ``model`` selects, or None for the model itself."""
         name = self.fields.text("model")
         if name is None or name == self.service.name:
             return None
@@ -185,8 +186,8 @@ class BodyReader:
         return name
 
     async def _prompts(self, echo: bool) -> tuple[tuple[Tokens, ...], tuple[str, ...]]:
-        """Return prompts from a text, a list of texts, ids, or a list of lists of ids; and their
-        texts with ``echo``."""
+        """Return the prompts' token ids and, with ``echo``, their texts. The field contains a text,
+        a list of texts, a list of token ids, or a list of such lists."""
         fields = self.fields
         value = fields.take("prompt")
         if value is None:
@@ -201,11 +202,11 @@ class BodyReader:
         if not all(isinstance(one, str | list) for one in value):
             raise fields.fault("prompt", _PROMPT)
         if lists := [one for one in value if isinstance(one, list)]:
-            self._check_size(lists, 1, 0)  # before each of them is looked at
+            self._check_size(lists, 1, 0)  # before the slower check of each token
             size = self.vocab_size
             if not all(is_integer(token) and 0 <= token < size for ids in lists for token in ids):
                 raise fields.fault("prompt", f"must have token ids from 0 to {size - 1}")
-        # An empty list of ids is an empty text.
+        # An empty list of token ids counts as an empty text.
         texts = [one or "" for one in value if isinstance(one, str) or not one]
         split = iter(await self.texts.prompts(texts))
         prompts = tuple(
@@ -267,7 +268,7 @@ class BodyReader:
         temperature = defaults.temperature if temperature is None else temperature
         penalty = fields.number("repetition_penalty", 0.01, 100)
         return Sampling(
-            # The limit at which only the most probable token is left.
+            # In these cases only the most probable token could be sampled.
             greedy=temperature == 0 or top_p == 0 or top_k == 1,
             temperature=temperature or 1.0,
             top_k=max(top_k or 0, 0),
@@ -303,7 +304,8 @@ class BodyReader:
         return tokens
 
     def _constraint(self) -> Constraint | None:
-        """The constraint of OpenAI's field, vLLM's, or its older ones."""
+        """Return the constraint from OpenAI's field or from one of vLLM's current and older fields.
+        Returns None if none is set."""
         fields = self.fields
         constraints = {
             "response_format": _response_format(fields.object("response_format")),

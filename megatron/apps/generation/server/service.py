@@ -1,4 +1,4 @@
-"""A model that serves many clients concurrently."""
+"""Serve a model to many clients concurrently."""
 
 from __future__ import annotations
 
@@ -49,15 +49,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Tokens = tuple[int, ...]
 Make = Callable[[dict[str, Any], "TextReader"], Awaitable[T]]
-"""Builds a request of the fields of its body."""
-_SHORT = 4096  # characters that are split into tokens in less than a millisecond or two
-# Characters of a token, at least, for a bound of texts: some tokenizers leave out white space.
+"""Function that builds an API's request from the fields of its JSON body."""
+# maximum characters to tokenize in the event loop, which takes one or two milliseconds
+_SHORT = 4096
+# Minimum for `longest_token`, in characters: some tokenizers drop spaces, so a token may cover more
+# characters of the text than it contains.
 _LEAST_LONGEST = 64
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A running engine with the tokenizer, chat format and end tokens of its model."""
+    """Running engine, with the tokenizer, chat format and end tokens of its model."""
 
     thread: EngineThread
     tokenizer: Tokenizer
@@ -70,38 +72,39 @@ class ServedModel:
 
     @property
     def has_encoder(self) -> bool:
-        """True if an encoder reads the prompt, and only the answer is in the sequence."""
+        """True if the model has an encoder for the prompt, so that the sequence contains only the
+        answer."""
         return self.runner.max_prompt is not None
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that a prompt has at most."""
+        """Maximum number of tokens of a prompt."""
         runner = self.runner
         return runner.max_positions if runner.max_prompt is None else runner.max_prompt
 
     def room(self, prompt: Sequence[int]) -> int:
-        """The most new tokens after a prompt."""
+        """Return the maximum number of new tokens after a prompt."""
         runner = self.runner
         longest = min(runner.max_positions, runner.pages * runner.page_size)
-        # A decoder begins with its own start token.
+        # With an encoder, the sequence begins with a start token instead of the prompt.
         return longest - (1 if self.has_encoder else len(prompt))
 
     def prompt(self, text: str) -> Tokens:
-        """Ids of a prompt; see :func:`prompt_tokens`."""
+        """Return the token ids of a prompt; see :func:`prompt_tokens`."""
         return prompt_tokens(self.tokenizer, text, self.runner)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
-        """Ids of a conversation. Raises ValueError if the chat template refuses it."""
+        """Return the token ids of a conversation. Raises ValueError if the template rejects it."""
         return self.chat.prompt(self.tokenizer, messages, self.runner)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that a token has at most."""
+        """Maximum number of characters of a text per token, estimated from the longest token."""
         return max(_LEAST_LONGEST, *map(len, self.tokenizer.token_bytes))
 
 
 class Service:
-    """The state of a server. All methods except :meth:`open` and :meth:`fail` are called in the
+    """State of a server. All methods except :meth:`open` and :meth:`fail` must be called in the
     thread of its event loop."""
 
     def __init__(
@@ -126,21 +129,21 @@ class Service:
         self._has_ended = False
 
     def open(self, model: ServedModel) -> None:
-        """Begins to accept requests."""
+        """Start accepting requests."""
         self._model = model
 
     def drain(self) -> None:
-        """Refuse further requests; admitted ones continue."""
+        """Refuse new requests. Admitted ones continue."""
         self._draining = True
 
     async def end(self) -> None:
-        """Answers the requests that remain with status 503."""
+        """Cancel the remaining requests, which are answered with status 503."""
         self._has_ended = True
         for task in self._admitted:
             task.cancel()
 
     def fail(self, reason: str) -> None:
-        """Notes that the engine will answer nothing more."""
+        """Record that the engine has failed and cannot answer further requests."""
         self._failure = reason
 
     @property
@@ -152,16 +155,16 @@ class Service:
         return "loading" if self._model is None else "ok"
 
     def stats(self) -> EngineStats | None:
-        """Numbers of the engine; None before the model is loaded."""
+        """Return the engine's statistics, or None before the model is loaded."""
         return None if self._model is None else self._model.thread.stats
 
     @property
     def active(self) -> int:
-        """Admitted requests without a whole answer."""
+        """Number of admitted requests that are not fully answered."""
         return len(self._active)
 
     def model(self) -> ServedModel:
-        """Raises RequestError while requests are refused."""
+        """Return the served model. Raises RequestError while requests are refused."""
         if self.state == "ok" and self._model is not None:
             return self._model
         reason = {
@@ -172,8 +175,9 @@ class Service:
 
     @contextmanager
     def admitted(self) -> Iterator[ServedModel]:
-        """A block in which a request is answered, also after :meth:`drain`. Raises RequestError
-        while requests are refused, and if the server ends before the answer."""
+        """Yield the served model for a block that answers one request. :meth:`drain` does not
+        interrupt it. Raises RequestError while requests are refused, or if the server ends before
+        the block does."""
         model, task = self.model(), asyncio.current_task()
         assert task is not None
         self._admitted.add(task)
@@ -189,8 +193,8 @@ class Service:
 
     @contextmanager
     def _counted(self) -> Iterator[RequestRecord]:
-        """Counts a request as active, once, although its answer may be a stream that begins within
-        another such block."""
+        """Count a request as active during the block. Nested blocks count it only once: a streamed
+        response enters this block again."""
         record = current_record.get(None) or RequestRecord()
         self._active[id(record)] += 1
         try:
@@ -201,8 +205,9 @@ class Service:
                 del self._active[id(record)]
 
     async def prepared(self, request: Request, model: ServedModel, make: Make[T]) -> T:
-        """The request that ``make`` builds of a body in the turn of its client, as long as that
-        waits. Raises RequestError, ClientGone."""
+        """Read a request's body, and return what ``make`` builds from its fields. Waits for the
+        client's turn. Raises RequestError if the request is invalid or times out, and ClientGone if
+        the client disconnects."""
         client = "" if request.client is None else request.client.host
 
         async def work() -> T:
@@ -226,7 +231,7 @@ class Service:
         return record.begun + self.limits.request_seconds - time.monotonic()
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """The results of requests, in their order. Raises RequestError."""
+        """Return the results of requests, in their order. Raises RequestError if any fails."""
         updates: list[list[Update]] = [[] for _ in requests]
         async with aclosing(self.updates(requests)) as coming:
             async for index, update in coming:
@@ -236,9 +241,9 @@ class Service:
     async def updates(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[tuple[int, Update], None]:
-        """Updates of the requests, as they come, with their indices; who stops iterating cancels
-        all requests. Raises RequestError, which ends all of them; if they cannot run at all, before
-        the first update."""
+        """Yield the updates of requests as they arrive, each with the index of its request. Closing
+        the generator cancels all requests, and so does an error, which is raised as RequestError.
+        If a request can never run, the error is raised before its first update."""
         thread = (self._model or self.model()).thread
         queue: asyncio.Queue[tuple[int, Update] | BaseException | None] = asyncio.Queue()
 
@@ -256,7 +261,7 @@ class Service:
                             last, first = now, False
                         queue.put_nowait((index, update))
                 queue.put_nowait(None)
-            except Exception as error:  # raised by the reader of the queue
+            except Exception as error:  # the reader of the queue raises the error
                 queue.put_nowait(error)
 
         seconds, loop = self._seconds_left(), asyncio.get_running_loop()
@@ -307,24 +312,24 @@ def _stopped() -> RequestError:
 
 
 class TextReader:
-    """Splits the texts of a request into tokens, in its turn. All methods raise RequestError for a
-    text that is too long, or that the tokenizer or the chat template refuses."""
+    """Tokenizer of a request's texts, limited by the request's turn. Methods raise RequestError if
+    a text is too long, or if the tokenizer or the chat template rejects it."""
 
     def __init__(self, model: ServedModel, turn: RequestTurn, most_tokens: int) -> None:
         self._model, self._turn, self._most_tokens = model, turn, most_tokens
 
     async def tokenized(self, texts: Sequence[str]) -> list[Tokens]:
-        """Ids of texts."""
+        """Return the token ids of texts."""
         return await self._split(texts, self._model.tokenizer.tokenize)
 
     async def prompts(self, texts: Sequence[str]) -> list[Tokens]:
-        """Ids of prompts, each at least one."""
+        """Return the token ids of prompts, at least one token each."""
         return await self._split(texts, self._model.prompt)
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
-        """Ids of a conversation, up to the model's next message."""
+        """Return the token ids of a conversation, up to the start of the model's answer."""
         size = sum(len(message["content"]) for message in messages)
-        # A template is rendered in another process, which this thread must not wait for.
+        # Rendering runs in another process, for which the event loop must not wait.
         return await self._result([size], False, lambda: self._model.chat_prompt(messages))
 
     async def _split(
@@ -335,7 +340,9 @@ class TextReader:
         return await self._result(sizes, is_short, lambda: [tuple(split(text)) for text in texts])
 
     async def _result(self, sizes: Sequence[int], at_once: bool, work: Callable[[], T]) -> T:
-        """The result of work on texts of these characters, unless they must be too many tokens."""
+        """Return the result of ``work`` on texts of ``sizes`` characters. ``at_once`` runs it in
+        the event loop. Raises RequestError if texts of these sizes are certain to have too many
+        tokens."""
         model, most = self._model, self._most_tokens
         longest = min(model.longest_prompt, most) * model.longest_token
         if max(sizes, default=0) > longest or sum(sizes) > most * model.longest_token:
@@ -347,12 +354,13 @@ class TextReader:
             raise RequestError(text, code="context_length_exceeded")
         try:
             return work() if at_once else await self._turn.work(work)
-        except ValueError as error:  # of the tokenizer or the chat template
+        except ValueError as error:  # raised by the tokenizer or the chat template
             raise RequestError(str(error)) from None
 
 
 async def _without_frames(work: Awaitable[T]) -> T:
-    """The result of work, whose RequestError keeps nothing of a large request in memory."""
+    """Return the result of ``work``. Removes the traceback from a RequestError, whose frames would
+    keep a large request in memory."""
     try:
         return await work
     except RequestError as error:
@@ -362,6 +370,6 @@ async def _without_frames(work: Awaitable[T]) -> T:
 
 
 def seed_of(seed: int | None, index: int) -> int | None:
-    """The seed of one of several texts of a request with a seed: the first one has the seed itself,
-    so that it is the text that the client would get alone."""
+    """Return the seed of the ``index``-th text of a request. The first text uses the request's own
+    seed, so that it equals the text that the client would get alone."""
     return seed if seed is None or index == 0 else derive_seed(seed, "text", index)

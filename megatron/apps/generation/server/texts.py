@@ -1,4 +1,4 @@
-"""The text of tokens for a client, and the places of the tokens in it."""
+"""Convert tokens to text for a client, with the character offsets of the tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from megatron.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class PlacedToken:
-    """A token, and the character at which it begins, or of which it is a part. ``name`` is its text
-    there, if different: the first word of a text has no space, and a token that the tokenizer puts
-    around a text has none."""
+    """Token with its character offset in a text. All tokens of one character have the same
+    offset. ``name`` is the token's text in this context if it differs from its usual text: the
+    first word of a text has no leading space, and tokens that the tokenizer adds around every
+    text are empty."""
 
     token: int
     offset: int
@@ -33,7 +34,7 @@ class PlacedToken:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A piece of a text that later tokens do not change."""
+    """Piece of a text that later tokens cannot change."""
 
     text: str
     tokens: tuple[PlacedToken, ...]
@@ -41,8 +42,8 @@ class TextPiece:
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token; of a part of a character its bytes, as OpenAI writes them, so that two
-    tokens have two names."""
+    """Return the text of a token. A token that is part of a character is written as bytes, as
+    OpenAI does, so that two tokens never have the same name."""
     text = bytes_of_token(tokenizer, token)
     try:
         return text.decode()
@@ -51,27 +52,28 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 
 def name_there(tokenizer: Tokenizer, placed: PlacedToken) -> str:
-    """The name of a token in the text in which it is."""
+    """Return the name of a token in the context of its text."""
     return token_name(tokenizer, placed.token) if placed.name is None else placed.name
 
 
 class TokenPlaces:
-    """Places tokens in a text, from what each adds to it (:class:`TextStream`)."""
+    """Character offsets of tokens, computed from the text that each token adds
+    (:class:`TextStream`)."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int, prompt: Sequence[int] = ()) -> None:
-        """``offset``: where the text of the tokens after ``prompt`` begins."""
+        """``offset`` is the character offset of the text that follows ``prompt``."""
         self._tokenizer, self._next = tokenizer, offset
         tail = b"".join(bytes_of_token(tokenizer, i) for i in prompt[-4:])
         self._begun = _unfinished(tail) if tokenizer.joins_bytes else b""
         self._run: list[tuple[int, TokenScore | None]] = []
 
     def add(self, token: int, score: TokenScore | None, text: str) -> list[PlacedToken]:
-        """The tokens whose places are known once a token has added a text. Those of a run of byte
-        pieces are known at its end."""
+        """Add a token and the text that it adds. Return the tokens whose offsets are now known. The
+        offsets in a run of byte tokens are known only once the run has ended."""
         start, self._next = self._next, self._next + len(text)
         token_bytes = bytes_of_token(self._tokenizer, token)
         if self._tokenizer.joins_bytes:
-            # Bytes that do not continue a character come after the U+FFFD that it becomes.
+            # Bytes that do not continue a character start after the U+FFFD for its beginning.
             fits = _continues(self._begun, token_bytes)
             self._begun = _unfinished(self._begun + token_bytes if fits else token_bytes)
             return [PlacedToken(token, start + (not fits), score)]
@@ -85,7 +87,7 @@ class TokenPlaces:
         return [*ended, PlacedToken(token, start + before, score, other)]
 
     def close(self, text: str) -> list[PlacedToken]:
-        """The tokens that remain, given the rest of the text."""
+        """Return the remaining tokens, given the final text of the stream."""
         return self._placed_run(self._next, len(text))
 
     def _placed_run(self, start: int, length: int) -> list[PlacedToken]:
@@ -96,7 +98,8 @@ class TokenPlaces:
 
 
 def _places(pieces: Sequence[bytes], length: int) -> list[int]:
-    """The character, in a text of that length, in which each of some bytes is, or begins."""
+    """Return, for each byte token, the index of the character that it begins or continues.
+    ``length`` is the number of characters of the decoded text."""
     places, count, begun = list[int](), 0, b""
     for piece in pieces:
         fits = _continues(begun, piece)
@@ -106,19 +109,19 @@ def _places(pieces: Sequence[bytes], length: int) -> list[int]:
         if begun and not _unfinished(begun):
             count, begun = count + 1, b""
     if count + bool(begun) != length == len(pieces):
-        return list(range(length))  # the tokenizer writes U+FFFD for each byte of such a run
+        return list(range(length))  # the tokenizer decoded each byte of an invalid run as U+FFFD
     return [min(place, max(0, length - 1)) for place in places]
 
 
 def _unfinished(text: bytes) -> bytes:
-    """The bytes at the end that may begin a character."""
+    """Return the bytes of an incomplete character at the end."""
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
     utf8.decode(text)
     return utf8.getstate()[0]
 
 
 def _continues(begun: bytes, more: bytes) -> bool:
-    """True if bytes continue a character that has begun."""
+    """Return whether ``more`` continues the incomplete character ``begun``."""
     for count in range(1, min(4, len(more)) + 1 if begun else 0):
         try:
             (begun + more[:count]).decode()
@@ -136,8 +139,8 @@ def placed_prompt(
     scores: Sequence[TokenScore | None],
     shown: str,
 ) -> list[PlacedToken]:
-    """Return the tokens of a prompt in its text ``shown``, which lacks the tokens that the
-    tokenizer adds around every text."""
+    """Return the tokens of a prompt with their offsets in its text ``shown``. The tokenizer's
+    special tokens around the prompt are not part of ``shown`` and have an empty name."""
     special = tokenizer.special_tokens
     around = next((n for n, token in enumerate(prompt) if token not in special), len(prompt))
     cuts = ((cut, "".join(token_texts(tokenizer, prompt[cut:]))) for cut in range(around + 1))
@@ -149,13 +152,14 @@ def placed_prompt(
         placed += places.add(token, score, stream.add(token))
     placed += places.close(stream.close())
     end, moved = len(shown), (_moved(tokenizer, p, lead) if lead else p for p in placed)
-    # The tokenizer puts the last ones after every text.
+    # Special tokens that the tokenizer adds after a text come last.
     return [p if p.offset < end or not shown else replace(p, offset=end, name="") for p in moved]
 
 
 def _lead(text: str, shown: str) -> int | None:
-    """Return how many more leading spaces the decoded prompt has than the prompt, since tokenizers
-    add or drop some; None if the two differ otherwise."""
+    """Return how many more leading spaces the decoded prompt ``text`` has than ``shown``, because
+    some tokenizers add or drop spaces. Return None if ``text`` does not begin with ``shown`` even
+    without leading spaces."""
     bare, theirs = text.lstrip(" "), shown.lstrip(" ")
     if text.startswith(shown):
         return 0
@@ -163,16 +167,17 @@ def _lead(text: str, shown: str) -> int | None:
 
 
 def _moved(tokenizer: Tokenizer, placed: PlacedToken, lead: int) -> PlacedToken:
-    """A token whose place was in a text with ``lead`` more spaces at its beginning."""
+    """Shift the offset of a token to a text with ``lead`` fewer leading spaces."""
     absent, there = max(0, lead - placed.offset), name_there(tokenizer, placed)
-    whole = not absent or there.startswith("bytes:")  # or a part of a character
+    # a token within a character is also kept whole
+    whole = not absent or there.startswith("bytes:")
     name = placed.name if whole else there[absent:]
     return replace(placed, offset=max(0, placed.offset - lead), name=name)
 
 
 class ChoiceText:
-    """The text of new tokens as it becomes final: whole characters that cannot begin a stop text.
-    Neither a stop text nor a token that ends it (``ends``) is part of it."""
+    """Text of new tokens, returned as soon as it is final: complete characters that cannot begin a
+    stop text. Stop texts and the tokens ``ends`` are not part of it."""
 
     def __init__(
         self,
@@ -182,14 +187,14 @@ class ChoiceText:
         ends: frozenset[int],
         offset: int = 0,
     ) -> None:
-        """``offset``: where the text begins, for the places of its tokens."""
+        """``offset`` is the text's character offset, to which token offsets are added."""
         self._stream, self._before = TextStream(tokenizer, prompt), TextBeforeStop(stops)
         self._ends, self._places = ends, TokenPlaces(tokenizer, offset, prompt)
-        self._sent = offset  # where the text that the client has ends
+        self._sent = offset  # end offset of the text that has been returned
         self._tokens: deque[PlacedToken] = deque()
 
     def add(self, gain: Update | Completion) -> TextPiece:
-        """The text that becomes certain with new tokens."""
+        """Add new tokens, and return the text that is now final."""
         text = ""
         for token, score in zip_longest(gain.tokens, gain.scores):
             if self._before.stopped:
@@ -209,7 +214,7 @@ class ChoiceText:
         return TextPiece(text, self._placed(self._sent), gain.finish)
 
     def _placed(self, end: float) -> tuple[PlacedToken, ...]:
-        """The next tokens that begin before a character."""
+        """Remove and return the next tokens that begin before the character ``end``."""
         placed = []
         while self._tokens and self._tokens[0].offset < end:
             placed.append(self._tokens.popleft())

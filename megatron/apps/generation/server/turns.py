@@ -1,4 +1,4 @@
-"""Turns of requests at the work on their texts: parsing, chat templates, splitting into tokens."""
+"""Fair queueing of the text processing of requests: parsing, chat templates and tokenization."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from megatron.apps.generation.server.exchange import SMALL_BODY, RequestError
 
 T = TypeVar("T")
 _TINY_BODY = 2**12
-_MOST_OVERDUE = 4  # threads of a lane that may still work on a text whose time is over
+# maximum number of a lane's threads that may run on after their time limit without blocking it
+_MOST_OVERDUE = 4
 
 
 class Lane:
-    """Lets one request work at a time, each for at most ``seconds`` on a text. Clients take turns,
-    each with the oldest of its requests, so that many requests of one client do not delay
-    another's. For use in one event loop."""
+    """Fair queue that lets one request at a time process its texts, for at most ``seconds``.
+    Clients are served round-robin, each with its oldest request, so that many requests of one
+    client do not delay those of others. For use in a single event loop."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -30,7 +31,7 @@ class Lane:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def take(self, client: str) -> None:
-        """Waits for a turn, which ends with :meth:`leave`."""
+        """Wait for a turn, which ends with :meth:`leave`."""
         if not self._is_taken:
             self._is_taken = True
             return
@@ -39,31 +40,31 @@ class Lane:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it came at the same time
+            if not turn.cancelled():  # the turn was granted at the same time
                 self.leave()
             raise
 
     def leave(self) -> None:
-        """Passes the turn to another client's oldest request that still waits."""
+        """Pass the turn to the oldest waiting request of the next client."""
         while self._waiting:
             client = next(iter(self._waiting))
             requests = deque(turn for turn in self._waiting.pop(client) if not turn.done())
             if requests:
                 requests.popleft().set_result(None)
                 if requests:
-                    self._waiting[client] = requests  # after those of the others
+                    self._waiting[client] = requests  # move the client to the end
                 return
         self._is_taken = False
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs work that no request waits for."""
+        """Start work that no request waits for, and keep a reference to its task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 class RequestTurn:
-    """One request's turn, as an asynchronous context manager."""
+    """Turn of one request, as an asynchronous context manager."""
 
     def __init__(self, lane: Lane, client: str) -> None:
         self._lane, self._client = lane, client
@@ -81,21 +82,21 @@ class RequestTurn:
             self._lane.background(self._leave_later(self._working))
 
     async def work(self, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of work on a text, in a thread that does not delay the end of the process.
-        Raises RequestError if it takes too long."""
+        """Return the result of ``work``. It runs in a daemon thread, so that it cannot delay the
+        exit of the process. Raises RequestError if it takes too long."""
         loop, seconds = asyncio.get_running_loop(), self._lane.seconds
         self._end = loop.time() + seconds
         self._working = working = loop.create_future()
 
         def fail(error: BaseException) -> None:
             working.set_exception(error)
-            working.exception()  # treated as seen, if the client has left
+            working.exception()  # mark the exception as retrieved, in case the client has left
 
         def run() -> None:
             put: Callable[[Any], None] = working.set_result
             try:
                 value: Any = work(*arguments)
-            except BaseException as error:  # also of a library in Rust
+            except BaseException as error:  # also a panic in a Rust library
                 put, value = fail, error
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
                 loop.call_soon_threadsafe(put, value)
@@ -108,8 +109,8 @@ class RequestTurn:
         raise RequestError(f"{text}; send less at once", code="text_takes_too_long")
 
     async def _leave_later(self, working: asyncio.Future[Any]) -> None:
-        """Leaves when the thread, which cannot be ended, has ended, or else when its time is over
-        and few others are overdue."""
+        """Leave the lane once the thread ends, since a thread cannot be stopped. If few other
+        threads are overdue, leave already at the time limit."""
         lane = self._lane
         await asyncio.wait({working}, timeout=self._end - asyncio.get_running_loop().time())
         if working.done() or lane.overdue == _MOST_OVERDUE:
@@ -123,12 +124,11 @@ class RequestTurn:
 
 
 class Turns:
-    """Lanes by the size of a request, so that small ones do not wait for the texts of large
-    ones."""
+    """Lanes by request size, so that small requests do not wait for the texts of large requests."""
 
     def __init__(self, seconds: float) -> None:
         self._lanes = {size: Lane(seconds) for size in (_TINY_BODY, SMALL_BODY, math.inf)}
 
     def of(self, client: str, size: int) -> RequestTurn:
-        """The turn of a client's request whose body has ``size`` bytes."""
+        """Return the turn of a client's request with a body of ``size`` bytes."""
         return RequestTurn(next(lane for most, lane in self._lanes.items() if size <= most), client)

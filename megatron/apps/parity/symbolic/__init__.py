@@ -1,1 +1,1 @@
-"""Check of a layout on simulated ranks, at any size, on one machine."""
+"""Check of a layout of any size on one machine, with simulated ranks."""

@@ -1,4 +1,4 @@
-"""A check of a run at its full size: all of its parts, and its report."""
+"""Complete check of a run at its full size, and the check's report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.run.run import run_of
 
 @dataclass
 class RunReport:
-    """Result of a check; ``fault`` is the first difference, or None."""
+    """Result of a check. ``fault`` describes the first difference, or is None."""
 
     ranks: int
     axes: dict[str, int]
@@ -38,8 +38,8 @@ def check_run(
     most: int = MOST_RANKS,
     say: Callable[[str], None] = lambda line: None,
 ) -> RunReport:
-    """Check the run that ``settings`` describe on this many processes. Raises ValueError if they
-    are wrong."""
+    """Check the run that ``settings`` describe on ``ranks`` processes. At most ``most`` ranks are
+    simulated with values. Raises ValueError if the settings are invalid."""
     began = time.process_time()
     run = run_of(dict(settings), ranks)
     report = RunReport(ranks, axes_of(run.config))

@@ -1,4 +1,4 @@
-"""Comparison of what each rank has with the program of one process.
+"""Comparison of each rank's results with those of one process.
 
 Shapes: B batch, S sequence, H hidden.
 """
@@ -20,16 +20,16 @@ from megatron.parallel.context import Context
 from megatron.parallel.mesh import Coordinates, Group
 
 BOUND = 1e-8
-"""Largest error of a float64 number, relative to the largest of its tensor: programs of a hundred
-layers that add in other orders differ by 1e-12, wrong ones by some hundredths."""
+"""Allowed error of a float64 value, relative to the largest value in its tensor. Correct programs
+with a hundred layers and other summation orders differ by 1e-12, wrong ones by a few percent."""
 _SMALL = 1e-6
-"""Tensors whose largest gradient is smaller than so much of the model's are compared with that: in
-theory the gradient of a key bias is zero."""
+"""Minimum scale for gradient errors, as a fraction of the model's largest gradient. It matters for
+key biases, whose gradient is zero in theory."""
 
 
 @dataclass
 class Observed:
-    """A module's output in the program of one process."""
+    """A module's output on one process, and its index in the order of computation."""
 
     order: int
     output: Tensor
@@ -37,7 +37,7 @@ class Observed:
 
 @dataclass(order=True)
 class Wrong:
-    """A tensor that is not what one process has; the first one is the smallest."""
+    """A tensor that differs from one process. Instances sort by the order of computation."""
 
     order: int
     rank: int
@@ -48,7 +48,7 @@ class Wrong:
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """The activations that a module returns, [B, S, any]; None where it returns something else."""
+    """Return the activations [B, S, any] in a module's output, or None if it has none."""
     if hasattr(output, "total"):
         output = output.total
     if isinstance(output, tuple):
@@ -59,9 +59,9 @@ def tensor_of(output: Any) -> Tensor | None:
 
 
 def placed(output: Tensor, whole: Tensor, at: Coordinates) -> float | None:
-    """Return how far a rank's activations are from their part of one process's activations: all, or
-    a part along the sequence, the features, or both. None if the shapes do not determine the
-    part."""
+    """Return the distance, relative to the largest value, between a rank's activations and its part
+    of one process's activations. This is all of them, or a slice along the sequence, the features,
+    or both. Return None if the shapes do not determine the part."""
     place, places = at.get("context", (0, 1))
     if places > 1:
         if whole.shape[1] % (2 * places):
@@ -82,13 +82,13 @@ def placed(output: Tensor, whole: Tensor, at: Coordinates) -> float | None:
     scale = max(float(whole.abs().max()), 1e-300)
     distance = float((output - whole).abs().max()) / scale
     if features and not distance <= BOUND:
-        return None  # several matrices side by side, each of which is cut
+        return None  # several matrices in one tensor, each sharded separately
     return distance if math.isfinite(distance) else math.inf
 
 
 @dataclass
 class PlainStep:
-    """The step of one process: gradients, weights and buffers whole, by canonical name."""
+    """A step on one process: full gradients, weights and buffers by canonical name."""
 
     loss: float
     norm: float
@@ -113,8 +113,8 @@ class PlainStep:
 
 
 def check_outcomes(outcomes: Sequence[RankOutcome], reference: PlainStep) -> None:
-    """Compare loss, gradients, norm, optimizer options and buffers of all ranks. Raises Fault with
-    the first difference, in the order in which a step computes."""
+    """Compare loss, gradients, norm, optimizer options and buffers of all ranks with one process.
+    Raises Fault for the first difference, in the order in which a step computes them."""
     allowed = BOUND * max(abs(reference.loss), 1e-300)
     for each in outcomes:
         if not abs(each.loss - reference.loss) <= allowed:
@@ -167,10 +167,8 @@ def _check_gradients(outcomes: Sequence[RankOutcome], reference: PlainStep) -> N
 
 
 def _check_count(outcomes: Sequence[RankOutcome], reference: PlainStep) -> None:
-    """Each element of a model counts once in the norm over the ranks of one replica."""
-    first = {
-        axis: 0 for axis in ("data", "context")
-    }  # other replicas of the model compute their own norm
+    """Check that one replica's ranks count each element of the model once in the gradient norm."""
+    first = {axis: 0 for axis in ("data", "context")}  # other replicas compute their own norms
     for name, whole in reference.grads.items():
         total = 0
         for each in outcomes:
@@ -187,7 +185,7 @@ def _check_count(outcomes: Sequence[RankOutcome], reference: PlainStep) -> None:
 
 
 def _factor(values: Tensor, expected: Tensor) -> str:
-    """Words for a gradient that is a multiple of what is expected."""
+    """Describe a gradient that is a multiple of the expected one. Return "" for other gradients."""
     norm = float(expected.pow(2).sum())
     ratio = float((values * expected).sum()) / norm if norm else 0.0
     rest = float((values - ratio * expected).abs().max())
@@ -202,8 +200,8 @@ def _where(coordinates: Mapping[str, tuple[int, int]]) -> str:
 
 
 def check_slices(outcomes: Sequence[RankOutcome], reference: PlainStep) -> None:
-    """Compare the slices of a checkpoint with whole parameters, which they must cover exactly once.
-    Raises Fault for the first that they do not."""
+    """Compare the slices of a checkpoint with whole parameters. Raises Fault for the first
+    parameter with a wrong slice, or whose elements are not covered exactly once."""
     for name, whole in {**reference.weights, **reference.buffers}.items():
         pieces: dict[str, list[Slice]] = {}
         for each in outcomes:

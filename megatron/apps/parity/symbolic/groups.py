@@ -1,6 +1,6 @@
 """Process groups of simulated ranks: torch's interface for collectives, and their results.
 
-The collectives of ``torch.distributed`` and of ``torch.ops._c10d_functional`` reach them alike.
+The groups implement collectives of ``torch.distributed`` and ``torch.ops._c10d_functional``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[4]
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(ROOT / "megatron")
 _FRAMES = 2
-"""Number of source lines that name a call: its own, and the first one in another file."""
+"""Number of source lines that locate a call: its own line, and callers' lines in other files."""
 
 _NAMES = {
     dist.ReduceOp.SUM: "sum",
@@ -38,18 +38,18 @@ _REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _named(opts: Any) -> str:
-    """The name of the reduction of a call's options."""
+    """Return the name of the reduction in a collective's options."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     return next(name for kind, name in _NAMES.items() if op == kind)
 
 
 class Fault(Exception):
-    """A difference from the program of one process, or between ranks; the message names it."""
+    """Raised for a difference from one process, or between ranks. The message describes it."""
 
 
 def source_line() -> str:
-    """Return the location of the running call in the trainer: its line and its caller's line in
-    another file, relative to the repository."""
+    """Return the location of the running call in the trainer, relative to the repository: its line,
+    and the line of its caller in another file."""
     lines: list[str] = []
     frame, last = sys._getframe(1), ""
     while frame is not None and len(lines) < _FRAMES:
@@ -63,14 +63,14 @@ def source_line() -> str:
 
 @dataclass
 class Call:
-    """A rank's part in a collective.
+    """One rank's call of a collective.
 
     Attributes:
         kind: name of the collective, with its reduction.
-        sends: copies of what the rank puts in, flat.
-        into: tensors that get the result.
-        splits: numbers of elements for and from each rank, of an exchange.
-        facts: values that must agree among all members.
+        sends: flat copies of the rank's inputs.
+        into: tensors that receive the result.
+        facts: values that must be equal on all members of the group.
+        splits: for an all-to-all, the numbers of elements sent to and received from each rank.
         group: name of the group.
     """
 
@@ -95,7 +95,7 @@ class Call:
 
 
 class RunningRanks(Protocol):
-    """The ranks that run, as their groups see them.
+    """Interface through which groups access the running ranks.
 
     Attributes:
         values: whether tensors have values.
@@ -106,14 +106,14 @@ class RunningRanks(Protocol):
     unfinished: dict[int, Call]
 
     def post(self, group: SimulatedGroup, call: Call) -> None:
-        """Begin a collective."""
+        """Start a collective of a group with the running rank's call."""
 
     def wait_for(self, call: Call) -> None:
         """Let other ranks run until the call has a result."""
 
 
 class SimulatedWork(dist.Work):
-    """A call that has begun."""
+    """Handle of a collective that has started."""
 
     def __init__(self, world: RunningRanks, call: Call) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         completed = self.call.result is not None
-        if completed and not self.call.into:  # a message has left: nothing is to be delivered
+        if completed and not self.call.into:  # A send has no result to deliver.
             self.world.unfinished.pop(id(self.call), None)
         return completed
 
@@ -137,7 +137,7 @@ class SimulatedWork(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """One rank's handle of a process group."""
+    """A process group, as one rank's handle."""
 
     def __init__(self, world: RunningRanks, ranks: tuple[int, ...], rank: int, name: str) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]
@@ -154,7 +154,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self.key
 
-    # torch's declarations name arguments and overloads that no caller uses.
+    # torch's signatures have arguments and overloads that no caller uses.
     def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:  # type: ignore[override]
         (x,) = [tensors] if isinstance(tensors, Tensor) else tensors
         op = _named(opts)
@@ -206,7 +206,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> SimulatedWork:
         return self._begin("barrier", [], [])
 
-    # The names before torch 2.13.
+    # Names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
@@ -225,7 +225,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 def complete(kind: str, calls: Sequence[Call]) -> None:
-    """Compute the results of a collective, in the order of its ranks."""
+    """Compute the results of a collective, given the calls of all its ranks in rank order."""
     name, _, op = kind.partition(" (")
     reduce = _REDUCED.get(op.rstrip(")"))
     sends = [call.sends for call in calls]
@@ -258,7 +258,7 @@ def complete(kind: str, calls: Sequence[Call]) -> None:
 
 
 def check_exchange(ranks: Sequence[int], calls: Sequence[Call]) -> None:
-    """Raise Fault where a rank of an exchange expects other numbers than another one sends."""
+    """Check an all-to-all. Raises Fault if a rank expects a different count than a peer sends."""
     if calls[0].splits is None:
         return
     for source, sending in enumerate(calls):

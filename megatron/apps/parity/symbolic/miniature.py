@@ -1,8 +1,8 @@
 """A small model with the layers and the layout of a large one.
 
-Undivided dimensions become a few elements, and divided ones a few elements per rank. Layers, kinds
-of blocks, axes, schedule, partition and families stay as they are, so that every rank runs the same
-program.
+Unsharded dimensions become a few elements, and sharded ones a few elements per rank. Layers, types
+of blocks, mesh axes, schedule, partition and families are unchanged, so that every rank runs the
+same program.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron.features.latent.flags import LatentConfig
 from megatron.run.run import Run, run_of
 
 MOST_RANKS = 256
-"""Ranks that are simulated with values; replicas, experts' and contexts' ranks are fewer where a
-layout has more."""
+"""Maximum number of ranks that are simulated with values. For a larger layout, the numbers of
+replicas, expert-parallel ranks and context-parallel ranks are reduced."""
 _HIDDEN, _HEAD, _WIDTH, _TOKENS, _ROWS, _FEWEST_ROWS = 16, 8, 4, 8, 8, 64
 _BLOCKS = 2
 _DATA = (
@@ -36,13 +36,14 @@ _PRECISION = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "loss_scale"
 
 @dataclass(frozen=True)
 class Miniature:
-    """Runs of the small model.
+    """The small model's runs.
 
     Attributes:
-        run: its layout.
-        plain: one process.
-        ranks: ranks along each axis.
-        changed: axes that have fewer ranks than the user's, with both numbers.
+        run: run in the user's layout.
+        plain: run on one process.
+        ranks: number of ranks along each axis.
+        changed: axes with fewer ranks than in the user's layout, each with the user's number and
+          the reduced number.
     """
 
     run: Run
@@ -59,9 +60,8 @@ def axes_of(config: RunConfig) -> dict[str, int]:
 
 
 def fewer(axes: dict[str, int], most: int = MOST_RANKS) -> dict[str, int]:
-    """Axes of at most so many ranks: two replicas, and halves of the experts' and the contexts'
-    ranks, never fewer than two of what there are several of. Stages and parts of layers are as many
-    as the user's."""
+    """Return axes with at most ``most`` ranks if possible. There are at most two replicas. The
+    expert and context ranks are halved as needed, but not below two. Other axes are unchanged."""
     small = {**axes, "data": min(axes["data"], 2)}
     for axis in ("expert", "context", "expert", "context"):
         while math.prod(small.values()) > most and small[axis] > 2 and small[axis] % 2 == 0:
@@ -70,8 +70,7 @@ def fewer(axes: dict[str, int], most: int = MOST_RANKS) -> dict[str, int]:
 
 
 def miniature(settings: Settings, run: Run, most: int = MOST_RANKS) -> Miniature:
-    """The small model of a run, whose flags are ``settings``. Raises ConfigError if its sizes have
-    no counterpart."""
+    """Return the small model for ``run``. Raises ConfigError if a size cannot be reduced."""
     config = run.config
     axes = axes_of(config)
     small = fewer(axes, most)
@@ -105,7 +104,7 @@ def miniature(settings: Settings, run: Run, most: int = MOST_RANKS) -> Miniature
 
 
 def _dropout(config: RunConfig) -> dict[str, float]:
-    """Dropout where the layout has the same masks as one process."""
+    """Return the dropout rates, which are 0 where masks differ from those of one process."""
     same, model = config.layout().dropout, config.model
     return {
         "hidden_dropout": 0.0 if same == "none" else model.hidden_dropout,
@@ -117,7 +116,7 @@ _PIPELINES = {"pipeline_model_parallel_split_rank", "pipeline_partition"}
 
 
 def _micro_batches(config: RunConfig) -> int:
-    """As few as the schedule takes, and two where a step has several."""
+    """Return the fewest micro batches for the schedule, but two if the user's step has several."""
     rounds = config.training.micro_batch_size * config.parallel.data_parallel_size
     full = max(1, config.training.global_batch_size // rounds)
     fewest = config.layout({}).fewest_micro_batches
@@ -128,7 +127,7 @@ def _micro_batches(config: RunConfig) -> int:
 
 
 def _sizes(config: RunConfig, ranks: dict[str, int]) -> dict[str, Any]:
-    """Values of the flags of sizes."""
+    """Return values for all flags that set sizes."""
     model, tensor, context = config.model, ranks["tensor"], ranks["context"]
     attention = model.attention
     heads, groups = attention.num_attention_heads, attention.num_query_groups
@@ -173,9 +172,9 @@ def _sizes(config: RunConfig, ranks: dict[str, int]) -> dict[str, Any]:
 
 
 def _layers(config: RunConfig) -> dict[str, Any]:
-    """Fewer blocks, where blocks are alike: two for each stage, and one more where the user's
-    stages have different numbers. With a list of blocks that have experts, the dense ones in
-    front stay there."""
+    """Return flags for fewer blocks, or none if blocks differ. Each stage has up to two blocks. One
+    more is added if the user's stages have different numbers of blocks. At least one dense block
+    before blocks with experts is kept."""
     model, stages = config.model, config.parallel.stages
     counts = {"num_layers": model.num_layers}
     if model.decoder_num_layers is not None:
@@ -199,7 +198,7 @@ def _layers(config: RunConfig) -> dict[str, Any]:
 
 
 def _different(config: RunConfig) -> bool:
-    """True if blocks differ otherwise than by their experts."""
+    """Return whether blocks differ in more than their experts."""
     attention, parallel = config.model.attention, config.parallel
     names = ("window_attn_skip_freq", "no_rope_freq", "block_scalar", "hybrid_layer_pattern")
     values = (getattr(part, name, None) for part in (config.model, attention) for name in names)

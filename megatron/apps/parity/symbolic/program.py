@@ -1,9 +1,8 @@
-"""The program of a rank: a step of the trainer's own code, without DeepSpeed's engine.
+"""A rank's program: a step of the trainer's own code, without DeepSpeed's engine.
 
-Layers, losses, pipeline passes, norm, optimizer groups and the slices of a checkpoint are a
-training's own. DeepSpeed's engine is replaced by what the trainer needs from it: it divides the
-loss by the number of micro batches, and sums gradients over the replicas: at ZeRO 1 and 2 by the
-trainer's own reduction, in buckets.
+Layers, losses, pipeline passes, norm, optimizer groups and checkpoint slices are those of training.
+A minimal engine replaces DeepSpeed's. It divides the loss by the number of micro batches and sums
+gradients over the replicas. At ZeRO 1 and 2 it uses the trainer's own bucketed reduction.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.apps.parity.gradients import average_gradients
 from megatron.apps.parity.symbolic.reduced import ReducedGradients
 from megatron.checkpoint.manifest import IndexEntry, tensor_key
 from megatron.checkpoint.slices import Slice
 from megatron.config import RunConfig
-from megatron.config.features import taking_part
+from megatron.config.features import first_answer, taking_part
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
 from megatron.engine.build import kernel_states
 from megatron.engine.pipeline_executor import PipelineExecutor
@@ -33,7 +33,6 @@ from megatron.engine.pipeline_module import StageModule
 from megatron.engine.saving import own_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.optimizer import (
-    average_gradients,
     build_optimizer,
     factors_of,
     fewer_replicas,
@@ -50,14 +49,14 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 CPU = torch.device("cpu")
 INIT = Init(std=0.3)
-"""Wider than in training, biases included, so that every gradient is large."""
+"""Initialisation with a large std, also for biases, so that every gradient is large."""
 BUCKETS = 3
-"""Number of buckets of a rank's gradients, about."""
+"""Approximate number of gradient buckets per rank."""
 NO_ZERO = {"zero_optimization": {"stage": 0}}
 
 
 class _Engine:
-    """The part of DeepSpeed's engine that a plain backend uses."""
+    """Substitute for DeepSpeed's engine, with the methods that a plain backend uses."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.count, self.last = model, 1, False
@@ -79,7 +78,7 @@ class _Engine:
 
 
 class PlainProgram(PlainBackend):
-    """The whole layer list on a rank."""
+    """A rank's program without pipeline parallelism: all layers."""
 
     def start(self, optimizer: torch.optim.Optimizer, settings: Any) -> Any:
         self._engine = _Engine(self.model)
@@ -87,7 +86,7 @@ class PlainProgram(PlainBackend):
 
 
 class _Executor(PipelineExecutor):
-    """The passes of a pipeline; of DeepSpeed's engine there is nothing but a module."""
+    """Pipeline passes without DeepSpeed's engine, of which only the module interface remains."""
 
     def __init__(
         self, module: StageModule, spec: ModelSpec, tensor: TensorParallel, mesh: Mesh
@@ -122,21 +121,21 @@ class _Executor(PipelineExecutor):
 
 
 class PipelineProgram(PipelineBackend):
-    """The stages of a rank."""
+    """A rank's program with pipeline parallelism: the layers of its stages."""
 
     def start(self, optimizer: torch.optim.Optimizer, settings: Any) -> Any:
-        self.executor = _Executor(self.model, self._spec, self._tp, self._mesh)
+        self.executor = _Executor(self.model, self._spec, self.tensor_parallel, self._mesh)
         self._passes = self.executor
         return self.executor
 
 
 @dataclass
 class ParameterShare:
-    """A rank's share of a parameter after a step.
+    """A rank's shard of a parameter after a step.
 
     Attributes:
-        options: values of its optimizer group.
-        owned: True if this rank counts it in the norm.
+        options: values of the parameter's optimizer group.
+        owned: True if this rank counts the shard in the gradient norm.
     """
 
     name: str
@@ -149,7 +148,7 @@ class ParameterShare:
 
 @dataclass
 class SavedSlice:
-    """A slice that a rank writes into a checkpoint."""
+    """A slice of a parameter that a rank writes to a checkpoint."""
 
     name: str
     part: str
@@ -159,7 +158,7 @@ class SavedSlice:
 
 @dataclass
 class RankOutcome:
-    """Result of a rank's step; losses are means over all samples."""
+    """Result of a rank's step. The loss is the mean over all samples."""
 
     rank: int
     coordinates: dict[str, tuple[int, int]]
@@ -171,7 +170,7 @@ class RankOutcome:
 
 
 class Program(TrainEngine):
-    """A rank's model and training state, with the gradient reduction of a ZeRO stage."""
+    """A rank's model and training state, with the gradient reduction of ZeRO ``stage``."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, mesh: Mesh, stage: int = 0) -> None:
         pipelined = config.parallel.pipeline_model_parallel_size > 1
@@ -183,8 +182,7 @@ class Program(TrainEngine):
             feature.kernels(blocks, config)
         kernels = kernel_states(blocks, names, config, mesh, False)
         super(TrainEngine, self).__init__(config, spec, mesh, CPU, backend, names, kernels)
-        plans = (feature.optimizer(config, self.trained, mesh) for feature in taking_part())
-        plan = next((each for each in plans if each is not None), None)
+        plan = first_answer(lambda feature: feature.optimizer(config, self.trained, mesh))
         rules = {} if plan is None else plan.rules
         factors = factors_of(self.trained, config, rules)
         self.apart = fewer_replicas(names, mesh)
@@ -209,8 +207,8 @@ class Program(TrainEngine):
         return [param.grad for param in params if param.grad is not None]
 
     def prepare(self, micro_batches: int) -> None:
-        """Begin a step."""
-        if self._reduces and self.reduced is None:  # its hooks need the final dtype
+        """Prepare a step with this number of micro batches."""
+        if self._reduces and self.reduced is None:  # now that the model has its final dtype
             self.reduced = self._make_reduction(
                 [group["params"] for group in self.optimizer.param_groups]
             )
@@ -220,7 +218,7 @@ class Program(TrainEngine):
         self.kernels.refresh()
 
     def step(self, batches: Iterator[Any], count: int, consumed: int = 0) -> RankOutcome:
-        """Take micro batches through the model, and reduce gradients."""
+        """Run the forward and backward passes of ``count`` micro batches, and reduce gradients."""
         self.prepare(count)
         seeds = self._dropout_seeds(consumed, count)
         sums = self.backend.accumulate(self.taught(batches, count), seeds)
@@ -256,7 +254,7 @@ class Program(TrainEngine):
         }
 
     def saved(self, stage: int) -> list[SavedSlice]:
-        """The slices of weights that this rank writes at a ZeRO stage."""
+        """Return the weight slices that this rank writes to a checkpoint at ZeRO ``stage``."""
         view = SimpleNamespace(**vars(self), **_partitioned(self, stage))
         view.stored_states = view.view = view.base = None
         view.trained, view.stage = self.trained, stage
@@ -268,9 +266,9 @@ class Program(TrainEngine):
 
 
 def _partitioned(program: Program, stage: int) -> dict[str, Any]:
-    """Attributes of an engine whose parameters are partitioned as DeepSpeed partitions them: of
-    each group one flat tensor, padded to a multiple of twice the ranks, in equal parts; at stage 3
-    each parameter in equal parts, the last one padded."""
+    """Return attributes of an engine with parameters partitioned as DeepSpeed does. At stages 1 and
+    2, each group is one flat tensor in equal parts, padded to a multiple of twice the number of
+    ranks. At stage 3, each parameter is divided into equal parts, of which the last is padded."""
     mesh = program.mesh
     if stage == 0:
         return {"optimizer_wrapper": program.optimizer}
@@ -310,15 +308,15 @@ def _partitioned(program: Program, stage: int) -> dict[str, Any]:
 
 
 def _written(writer: Any) -> Iterator[tuple[str, str, Slice, Tensor]]:
-    """(name, part, slice, values) of the weights in a writer."""
+    """Yield (name, part, slice, values) of the weights that a checkpoint writer has."""
     for name, entries in writer._index.items():
         for entry in map(IndexEntry.from_json, entries):
             key = tensor_key(name, "weight", entry.part)
             yield name, entry.part, entry.slice, writer.tensors[entry.files["weight"]][key]
 
 
-def make_initial(program: Program, double: bool = True) -> None:
-    """Give all weights values that depend on name and seed alone."""
+def make_initial(program: Program) -> None:
+    """Convert the model to float64, and initialise all weights depending only on name and seed."""
     from megatron.model.layer_list import initialise
 
     program.model.double()
@@ -328,11 +326,11 @@ def make_initial(program: Program, double: bool = True) -> None:
 
 
 Observer = Callable[[str, int, Any], None]
-"""Gets the canonical name of a module, the number of its call, and its output."""
+"""Function that is called with a module's canonical name, the index of the call, and its output."""
 
 
-def observe_modules(program: Program, observer: Observer, prefixes: Sequence[str] = ()) -> None:
-    """Call a function with the output of every module in training."""
+def observe_modules(program: Program, observer: Observer) -> None:
+    """Call ``observer`` with the output of every module in forward passes."""
     from megatron.model.layer_list import canonical_name, canonical_prefixes
 
     names = canonical_prefixes(program.layers)
@@ -341,7 +339,7 @@ def observe_modules(program: Program, observer: Observer, prefixes: Sequence[str
         calls = [0]
 
         def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # not where it is recomputed
+            if torch._C._current_graph_task_id() == -1:  # not during recomputation
                 observer(name, calls[0], output)
                 calls[0] += 1
 
@@ -353,6 +351,6 @@ def observe_modules(program: Program, observer: Observer, prefixes: Sequence[str
 
 
 def micro_batches(config: RunConfig, mesh: Mesh) -> int:
-    """Micro batches of a rank in a step."""
+    """Return the number of micro batches that a rank processes in a step."""
     rounds = config.training.micro_batch_size * mesh.samples.size
     return math.ceil(config.training.global_batch_size / rounds)

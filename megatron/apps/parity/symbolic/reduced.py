@@ -1,4 +1,4 @@
-"""The trainer's own reduction of gradients at ZeRO 1 and 2, without DeepSpeed's optimizer."""
+"""The trainer's own gradient reduction at ZeRO 1 and 2, without DeepSpeed's optimizer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megatron.parallel.shard import shard_of
 
 
 class ReducedGradients:
-    """The gradients of a rank's buckets, each of which is sent during the backward pass.
+    """Gradients in a rank's buckets. Each bucket is reduced during the backward pass.
 
     Attributes:
-        reduction: the trainer's, which backward passes ask.
+        reduction: the trainer's reduction, which backward passes use.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ReducedGradients:
         mesh: Mesh,
         stage: int,
     ) -> None:
-        # The last weights that are used get their gradients first.
+        # The weights that are used last get their gradients first.
         ordered = sorted(groups, key=lambda params: -min(uses[p].position for p in params))
         self._buckets = [_bucket(params, uses, mesh) for params in ordered]
         rules = ReductionRules(each_pass=stage == 2, replicas=mesh.dense.size)
@@ -42,11 +42,11 @@ class ReducedGradients:
         self._parts: list[Sequence[Tensor]] = []
 
     def finish(self) -> None:
-        """Wait for this rank's parts of all buckets, after the last backward pass of a step."""
+        """Wait for this rank's partitions of all buckets, after a step's last backward pass."""
         self._parts = list(self.reduction.finish())
 
     def of(self, params: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return what this rank keeps of the gradients of these parameters, in their order."""
+        """Return this rank's partitions of the gradients of ``params``, in order."""
         kept = dict(self._kept())
         return [kept[param] for param in params if param in kept]
 
@@ -64,7 +64,7 @@ class ReducedGradients:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Give every parameter its full gradient, from the ranks that hold parts of it."""
+        """All-gather the full gradient of every parameter into its ``grad``."""
         for bucket, grads in zip(self._buckets, self._parts, strict=True):
             if not isinstance(grads, GradientViews):
                 for param, grad in zip(bucket.params, grads, strict=True):
@@ -83,7 +83,7 @@ class ReducedGradients:
 def _bucket(
     params: Sequence[nn.Parameter], uses: Mapping[nn.Parameter, ParameterUse], mesh: Mesh
 ) -> Bucket:
-    """The bucket of a group, padded as DeepSpeed pads it: to twice the number of ranks."""
+    """Return a group's bucket, padded like DeepSpeed's to a multiple of twice the rank count."""
     step = 2 * mesh.replicas(shard_of(params[0])).size
     length = -(-sum(param.numel() for param in params) // step) * step
     starts = accumulate((param.numel() for param in params), initial=0)

@@ -44,7 +44,7 @@ from megatron.run.run import Run, run_data
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result of a simulated step."""
+    """Counts for a simulated step in which all ranks agree with one process."""
 
     ranks: int
     micro_batches: int
@@ -53,15 +53,15 @@ class Simulation:
 
 
 def exact(config: RunConfig) -> RunConfig:
-    """The configuration in float64, without what only changes speed or how replicas are kept."""
+    """Return the configuration in float64, without ZeRO and settings that only affect speed."""
     engine = replace(config.engine, zero_stage=0, deepspeed_config=None)
     fast = replace(FastPathsConfig(), torch_compile="off")
     return replace(config, engine=engine, precision=PrecisionConfig(), fast_paths=fast)
 
 
 def simulate(run: Run, plain: Run) -> Simulation:
-    """Take a step of the layout of ``run`` on simulated ranks, and of ``plain`` on one process.
-    Raises Fault with the first difference."""
+    """Simulate a step of the layout of ``run`` on all its ranks, and compare it with a step of
+    ``plain`` on one process. Raises Fault for the first difference."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors are tiny
     try:
@@ -143,8 +143,8 @@ def _last_line(error: BaseException) -> str:
 
 
 def reference_of(config: RunConfig, data: TrainingData, samples: int) -> PlainStep:
-    """The step on one process, with the outputs of modules for the first micro batch of each of
-    ``samples`` ranks."""
+    """Run the step on one process. Also record modules' outputs for the first micro batch of each
+    of ``samples`` data-parallel ranks."""
     mesh, outputs, calls = Mesh(), dict[tuple[str, int], Observed](), Counter[str]()
     program = Program(config, trained_spec(config), mesh)
     make_initial(program)
@@ -158,13 +158,13 @@ def reference_of(config: RunConfig, data: TrainingData, samples: int) -> PlainSt
     observe_modules(program, observe)
     count = micro_batches(config, mesh)
     outcome = program.step(batches_of(data, config, mesh), count)
-    # A module with several places in a pass has no number of a micro batch.
+    # If a module is called several times per pass, a call does not identify a micro batch.
     once = {place: output for place, output in outputs.items() if calls[place[0]] == count}
     return PlainStep.of(outcome, once)
 
 
 def batches_of(data: TrainingData, config: RunConfig, mesh: Mesh) -> Iterator[Any]:
-    """The micro batches of a rank."""
+    """Return an iterator over a rank's micro batches."""
     assert data.datasets.train is not None
     return data.batches(
         data.datasets.train,
@@ -176,11 +176,11 @@ def batches_of(data: TrainingData, config: RunConfig, mesh: Mesh) -> Iterator[An
 
 @contextmanager
 def _deepspeed() -> Iterator[None]:
-    """Within this context DeepSpeed communicates through the current torch.distributed."""
+    """In this context, DeepSpeed uses the current torch.distributed."""
     comm: Any = backend.deepspeed.comm.comm
     before, comm.cdb = comm.cdb, None
     try:
-        with environment({"LOCAL_RANK": "0"}):  # its pipelines read it
+        with environment({"LOCAL_RANK": "0"}):  # DeepSpeed's pipelines read it
             backend.deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
             yield
     finally:

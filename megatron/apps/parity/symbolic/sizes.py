@@ -1,5 +1,5 @@
-"""Checks at the user's own size that run nothing: groups of ranks, shares of
-parameters, slices of checkpoints, and the order of a pipeline's messages."""
+"""Checks at the user's own size that run no model code: process groups, shards of parameters,
+checkpoint slices, and the order of a pipeline's messages."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from megatron.run.run import Run
 
 
 def check_groups(config: RunConfig) -> dict[str, Any]:
-    """Compare the groups of every combination of axes with their definition: a block of an array of
-    all ranks in which the last axis is the fastest. Raises Fault for one that differs."""
+    """Check that the groups along all combinations of axes are blocks of an array of all ranks
+    whose last axis varies fastest. Also check the pipeline schedule. Raises Fault on an error."""
     sizes = axes_of(config)
     order = ("pipeline", "data", "context", "expert", "tensor")
     grid = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in order])
@@ -57,9 +57,9 @@ def _size(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 
 def check_schedule(config: RunConfig) -> int:
-    """Run the messages of a step's schedule, in which a rank continues when its partners have
-    posted the matching messages. Raises Fault on a deadlock, or if an action is missing or
-    duplicated. Returns the number of actions."""
+    """Simulate the messages of a step's schedule, in which a rank continues once its partners have
+    posted the matching messages. Return the number of actions. Raises Fault on a deadlock, or if an
+    action is missing or duplicated."""
     parallel = config.parallel
     rounds = config.training.micro_batch_size * parallel.data_parallel_size
     schedule = PipelineSchedule(
@@ -84,7 +84,7 @@ def check_schedule(config: RunConfig) -> int:
                 entry = plan[places[rank]]
                 if isinstance(entry, Exchange):
                     posted[rank] = entry
-                    if not _matched(rank, entry, posted, arrived):
+                    if not _matched(entry, posted, arrived):
                         break
                 else:
                     _check_ready(schedule, rank, entry, done, arrived)
@@ -111,12 +111,11 @@ def check_schedule(config: RunConfig) -> int:
 
 
 def _matched(
-    rank: int,
     exchange: Exchange,
     posted: Mapping[int, Exchange],
     arrived: set[tuple[bool, int, int]],
 ) -> bool:
-    """True if the partners of an exchange have posted their messages."""
+    """Return whether an exchange's partners have posted the matching messages."""
     for each in exchange.receives:
         key = (each.gradient, each.to_stage, each.micro_batch)
         theirs = posted.get(each.source)
@@ -139,7 +138,7 @@ def _check_ready(
     done: set[tuple[bool, int, int]],
     arrived: set[tuple[bool, int, int]],
 ) -> None:
-    """Raise Fault if an action runs before its input is there."""
+    """Check that an action's input is available. Raises Fault if it is not."""
     if schedule.rank_of(action.stage) != rank:
         raise Fault(f"pipeline rank {rank} runs {action}, whose stage is another rank's")
     if action.part == "weights":
@@ -158,9 +157,9 @@ def _check_ready(
 
 
 def check_shares(run: Run) -> dict[str, Any]:
-    """Check that the shares of every parameter cover it exactly once, apart from copies. Layers
-    with the same parameters on one process, on the first and on the last rank are one kind, of
-    which the other ranks have one each. Raises Fault with the first parameter that differs."""
+    """Check that the shards of every parameter cover it exactly once, apart from copies. Layers
+    with equal shards are of one kind. All layers are checked on the first and the last rank, and
+    one layer of each kind on the others. Raises Fault for the first parameter that differs."""
     config, sizes = run.config, axes_of(run.config)
     spec = trained_spec(config)
     with torch.device("meta"):
@@ -199,7 +198,7 @@ def check_shares(run: Run) -> dict[str, Any]:
 
 
 def _check_cover(name: str, base: str, parts: Sequence[tuple[Shard, Sequence[Slice]]]) -> None:
-    """Raise Fault unless the slices of the parts of a parameter cover it, each element once."""
+    """Check that the slices of a parameter cover each element once. Raises Fault if they do not."""
     shape = parts[0][0].canonical_shape
     total = sum(piece.numel for _, pieces in parts for piece in pieces)
     if len(parts) == 1:
@@ -219,7 +218,7 @@ def _check_cover(name: str, base: str, parts: Sequence[tuple[Shard, Sequence[Sli
 
 
 def _shards(layer: LayerSpec) -> dict[str, Shard]:
-    """Shards of a layer's parameters, by name, part."""
+    """Return the shards of a layer's parameters, keyed by "name|part"."""
     shards = {}
     module: nn.Module = layer.build()
     for name, param in module.named_parameters():
@@ -237,8 +236,8 @@ def _layers_at(
     sizes: Mapping[str, int],
     names: set[str] | None,
 ) -> dict[str, dict[str, Shard]]:
-    """Shards of layers, by default of all, on the rank at coordinates, whose groups have no
-    handles."""
+    """Return the shards of the layers ``names`` (None for all) on the rank at coordinates ``at``.
+    The groups have no handles for communication."""
     rank = 0
     for axis in AXES:
         rank = rank * sizes[axis] + at[axis][0]
@@ -250,7 +249,7 @@ def _layers_at(
 
 
 def groups_of(sizes: Mapping[str, int], rank: int) -> dict[tuple[str, ...], Group]:
-    """A rank's groups along every combination of axes."""
+    """Return a rank's groups along every combination of axes."""
     groups = {}
     for axes in meshes._COMBINATIONS:
         wide = meshes._wide(axes, sizes)

@@ -1,8 +1,8 @@
-"""The program of a rank at the user's own size, on tensors without values.
+"""A rank's program at the user's own size, on tensors without values.
 
-One layer of each kind runs forward and backward on fake tensors: its shapes are checked by running,
-its collectives are recorded, and what its backward pass keeps is counted. Experts get even shares
-of the tokens.
+One layer of each kind runs forward and backward on fake tensors. This checks shapes, records
+collectives, and counts the bytes saved for the backward pass. Tokens are distributed evenly over
+the experts.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from megatron.parallel.tensor_parallel import TensorParallel, sum_later
 from megatron.run.run import Run, run_data
 
 _SAME = ("_to_copy", "clone", "detach", "alias", "view", "_unsafe_view", "copy_", "lift_fresh")
-"""Operators that depend on dtypes and strides, not on what a program computes."""
+"""Operators that are not compared, because they depend only on dtypes and strides."""
 
 
 @dataclass(frozen=True)
 class SentTensors:
-    """A collective: its layer, its kind, the axes of its group, and the elements that a rank puts
-    in."""
+    """A traced collective: its layer, its kind, the axes of its group, and the number of elements
+    and bytes that the rank sends."""
 
     layer: str
     backward: bool
@@ -63,11 +63,11 @@ class ProgramTrace:
     """Record of a rank's program.
 
     Attributes:
-        layers: layers of each kind, by the name of the one that ran.
-        sent: its collectives in order.
-        kept: bytes that the backward pass of each layer keeps, without parameters.
-        parameters: elements of the rank's share, of each layer.
-        operators: names of the operators.
+        layers: names of the layers of each kind, keyed by the layer that ran.
+        sent: collectives in order.
+        kept: bytes saved for the backward pass of each layer, without parameters.
+        parameters: number of parameter elements on the rank, for each layer.
+        operators: names of the operators that ran.
     """
 
     at: Coordinates
@@ -79,7 +79,8 @@ class ProgramTrace:
 
     @property
     def order(self) -> list[tuple[str, bool, str, tuple[str, ...]]]:
-        """Collectives without sizes, equal neighbours once: chunks of a loss differ in number."""
+        """Collectives without sizes. Equal neighbours are merged, because the number of chunks in a
+        loss depends on the size."""
         order: list[tuple[str, bool, str, tuple[str, ...]]] = []
         for each in self.sent:
             key = each.layer, each.backward, each.kind, each.axes
@@ -89,7 +90,7 @@ class ProgramTrace:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the names of operators."""
+    """Dispatch mode that records the names of operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,31 +101,31 @@ class _Operators(TorchDispatchMode):
         if name not in _SAME:
             self.names.add(name)
         if name == "index" and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
-            # Places that count: all of them, since no token is dropped.
+            # The mask selects all positions, since no token is dropped.
             mask = args[1][0]
             return args[0].new_empty(mask.numel(), *args[0].shape[mask.dim() :])
         return func(*args, **(kwargs or {}))
 
 
 class _EvenCounts(TorchFunctionMode):
-    """Notes the number of rows that were sorted last, which the host would read from a tensor."""
+    """Function mode that records the number of sorted rows, so that no tensor is read for it."""
 
     rows = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.sort and args[0].dtype == torch.int64:  # choices of experts
+        if func is torch.sort and args[0].dtype == torch.int64:  # experts chosen by the router
             _EvenCounts.rows = args[0].numel()
         return func(*args, **(kwargs or {}))
 
 
 def even(rows: int, parts: int) -> list[int]:
-    """Rows in parts that differ by one at most."""
+    """Return ``parts`` counts that sum to ``rows`` and differ by at most one."""
     each, over = divmod(rows, parts)
     return [each + (part < over) for part in range(parts)]
 
 
 class _EvenPlan(exchange.RowPlan):
-    """The places of rows where every rank sends even numbers."""
+    """Exchange plan in which every rank sends equal numbers of rows."""
 
     def __init__(self, counts_E: Tensor, group: Group) -> None:
         whole = counts_E.new_empty(group.size * len(counts_E))
@@ -142,8 +143,8 @@ class _EvenPlan(exchange.RowPlan):
 def traced(
     config: RunConfig, state: Any, at: Mapping[str, int], dtype: torch.dtype
 ) -> ProgramTrace:
-    """Run one layer of each kind on the rank at coordinates, from the ``state`` before the first
-    one, which has values."""
+    """Trace one layer of each kind on the rank at the coordinates ``at``. ``state`` is a batch for
+    the first layer, with values."""
     sizes = axes_of(config)
     rank = 0
     for axis in AXES:
@@ -196,14 +197,14 @@ def _traced(
         forward = len(calls)
         spec.total(end.losses).backward()
     trace.operators = operators.names
-    trace.sent = _sent(calls, marks, forward, specs)
+    trace.sent = _sent(calls, marks, forward)
     return trace
 
 
 def _run(
     sequence: Any, state: Any, marks: list[tuple[int, str]], calls: list[Any], names: Sequence[str]
 ) -> Any:
-    """Run the layers one by one, and note where the calls of each begin."""
+    """Run the layers in order, and record in ``marks`` where each layer's collectives begin."""
     for place, (_, step) in enumerate(sequence.steps):
         marks.append((len(calls), names[min(place, len(names) - 1)]))
         state = step(state)
@@ -214,7 +215,6 @@ def _sent(
     calls: Sequence[tuple[tuple[int, ...], Any]],
     marks: Sequence[tuple[int, str]],
     forward: int,
-    specs: Sequence[LayerSpec],
 ) -> list[SentTensors]:
     sent = []
     for number, (_, call) in enumerate(calls):
@@ -230,7 +230,7 @@ def _sent(
 
 
 def _watched(step: Any, name: str, trace: ProgramTrace, params: set[int]) -> Any:
-    """The step, whose backward pass's inputs are counted, each storage once."""
+    """Wrap a step so that the bytes saved for its backward pass are counted in ``trace.kept``."""
     seen: dict[int, Tensor] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -248,8 +248,7 @@ def _watched(step: Any, name: str, trace: ProgramTrace, params: set[int]) -> Any
 
 
 def _one_of_each_kind(layers: Sequence[LayerSpec], trace: ProgramTrace) -> list[LayerSpec]:
-    """Return the first layer of each kind: same class, and parameters of the same shapes and
-    shards. A layer that must be in front of a block stays with it."""
+    """Return the first layer of each kind. A kind has the same class, shapes and shards."""
     chosen: dict[Any, LayerSpec] = {}
     order: list[LayerSpec] = []
     for layer in layers:
@@ -270,7 +269,7 @@ def _elements(module: nn.Module) -> int:
 
 @contextmanager
 def _as_on_gpus() -> Iterator[None]:
-    """Experts get even shares, and attention is torch's: our CPU kernel keeps probabilities."""
+    """In this context, distribute tokens evenly over experts, and use torch's attention."""
     before = exchange.RowPlan, FakeTensor.tolist, cpu_kernels.suits
     exchange.RowPlan, cpu_kernels.suits = _EvenPlan, lambda *_: False  # type: ignore
     FakeTensor.tolist = lambda self: even(_EvenCounts.rows, self.shape[-1])  # type: ignore
@@ -281,8 +280,7 @@ def _as_on_gpus() -> Iterator[None]:
 
 
 def sampled_places(config: RunConfig) -> list[dict[str, int]]:
-    """Coordinates of the ranks that run: the first, and along each axis of a model's layers the
-    second and the last."""
+    """Return the coordinates to trace: the first rank, and the second and last along each axis."""
     sizes = axes_of(config)
     places: list[dict[str, int]] = [{}]
     for axis in ("tensor", "context", "expert"):
@@ -293,9 +291,9 @@ def sampled_places(config: RunConfig) -> list[dict[str, int]]:
 
 
 def check_program(run: Run, small: Run) -> dict[str, Any]:
-    """Trace the program of a run on sampled ranks and the small model's program, and compare them.
-    Raises Fault where ranks call different collectives, or the small model other ones than the
-    large one. Returns memory and bytes next to the planner's."""
+    """Trace a run's program on sampled ranks, trace the small model's, and compare the traces.
+    Return counts, and memory next to the planner's estimate. Raises Fault if ranks call different
+    collectives, or the small model calls others than the large one."""
     dtype = training_dtype(run.config)
     traces = []
     batch = next(batches_of(run_data(run), run.config, Mesh()))
@@ -323,7 +321,8 @@ def check_program(run: Run, small: Run) -> dict[str, Any]:
 
 
 def block_bytes(run: Run, trace: ProgramTrace) -> tuple[str, int, float]:
-    """The first block of a trace, and the bytes that it keeps there and by plan."""
+    """Return the name of the first block in a trace, the bytes that it saves for the backward pass,
+    and the planner's estimate of these bytes."""
     block = next((name for name in trace.layers if "layers." in name), "")
     layout, model = run.config.layout(run.content), run.config.model
     micro = run.config.training.micro_batch_size
@@ -334,7 +333,8 @@ def block_bytes(run: Run, trace: ProgramTrace) -> tuple[str, int, float]:
 
 
 def _compare(first: ProgramTrace, other: ProgramTrace, what: str, sizes: bool) -> None:
-    """Raise Fault at the first collective in which another program differs from the first."""
+    """Compare two programs' collectives and, with ``sizes``, parameters. Raises Fault for the first
+    difference."""
     names = {
         name: place
         for trace in (first, other)

@@ -1,12 +1,13 @@
-"""Simulated ranks: the programs of all processes of a layout, in one process.
+"""Simulated ranks: the programs of all processes of a layout, run in one process.
 
-Each rank is a thread, and one runs at a time, until it waits for others. Its process groups are
-Python objects (:mod:`megatron.apps.parity.symbolic.groups`). They compare what the members call,
-name the source lines where that differs, and name all that wait where no rank can continue.
+Each rank is a thread. One thread runs at a time, until it waits for others. Process groups are
+Python objects (:mod:`megatron.apps.parity.symbolic.groups`), which compare the calls of their
+members and report the source lines of a difference. If no rank can continue, all waiting ranks are
+reported.
 
-An asynchronous call delivers its result when it is waited for. Until then what it will write is not
-a number, so that a program that reads too early gets a wrong result and not one that happens to be
-right.
+An asynchronous call delivers its result when the rank waits for it. Until then its output tensors
+contain NaN, so that a program that reads them too early gets a wrong result, never one that happens
+to be right.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _NATIVE: Any = torch._C._distributed_c10d
 
 
 class Stopped(BaseException):
-    """Ends the program of a rank after another one has failed."""
+    """Raised in a rank's program to end it after another rank has failed."""
 
 
 @dataclass
 class Message:
-    """A message between two ranks, posted by one of them."""
+    """A message between two ranks, as posted by one of them."""
 
     source: int
     target: int
@@ -56,10 +57,10 @@ class World:
     """Ranks that run as threads, one at a time.
 
     Attributes:
-        values: True if tensors have values; if not, a rank runs alone, and its collectives end at
-            once.
-        rank: the rank that runs.
-        calls: for each rank its collectives in order, with the ranks of their groups.
+        values: True if tensors have values. Otherwise a single rank runs, and its collectives
+          finish immediately.
+        rank: the running rank.
+        calls: each rank's collectives in order, with the ranks of their groups.
         unfinished: calls that no rank has waited for yet.
     """
 
@@ -82,7 +83,7 @@ class World:
         self.failure: BaseException | None = None
 
     def group(self, ranks: Sequence[int], name: str) -> SimulatedGroup:
-        """Return the running rank's handle of a group that it belongs to."""
+        """Return the running rank's handle of a group. The rank must be in ``ranks``."""
         key = self.rank, name
         if key not in self._groups:
             group = SimulatedGroup(self, tuple(ranks), self.rank, name)
@@ -92,7 +93,7 @@ class World:
         return self._groups[key]
 
     def new_group(self, ranks: Sequence[int] | None = None, **_: Any) -> Any:
-        """``dist.new_group``. Raises Fault if another rank creates another group at this place."""
+        """Implement ``dist.new_group``. Raises Fault if ranks disagree on the members."""
         members = tuple(range(self.size)) if ranks is None else tuple(ranks)
         place = self._creations[self.rank]
         self._creations[self.rank] += 1
@@ -108,7 +109,7 @@ class World:
         return self.group(members, f"group {place}")
 
     def post(self, group: SimulatedGroup, call: Call) -> None:
-        """Begin a collective."""
+        """Start a collective. Raises Fault if the calls of the group's ranks do not match."""
         call.group = group.key
         self.calls[self.rank].append((group.ranks, call))
         if not self.values:
@@ -136,7 +137,7 @@ class World:
             complete(call.kind, members)
 
     def post_together(self, transfers: Sequence[Message]) -> list[SimulatedWork]:
-        """Begin messages; return when the partners of all have posted theirs."""
+        """Start sends and receives. Return when the partners have posted the matching messages."""
         works = []
         for each in transfers:
             kind = f"{'send to' if each.sends else 'receive from'} " + str(
@@ -177,7 +178,7 @@ class World:
         return works
 
     def exchange_objects(self, group: SimulatedGroup, value: Any) -> list[Any]:
-        """The values of all ranks of a group, in order."""
+        """Return the values of all ranks of a group, in rank order."""
         if not self.values:
             return [value] * len(group.ranks)
         key = f"{group.key} objects"
@@ -199,9 +200,8 @@ class World:
         program: Callable[[int], Any],
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Any]:
-        """Run a function of each rank, all within a context, and return what they return. Raises
-        the first error of any; Fault if ranks wait for each other, or a call is never waited
-        for."""
+        """Run a function on each rank, all within one context, and return their results. Raises the
+        first error of any rank, or Fault if ranks deadlock or never wait for a call."""
         results: list[Any] = [None] * self.size
 
         def work(rank: int) -> None:
@@ -213,7 +213,7 @@ class World:
                     results[rank] = program(rank)
             except Stopped:
                 pass
-            except BaseException as error:  # for any error, the other ranks must end
+            except BaseException as error:  # any error must end the other ranks
                 if self.failure is None:
                     self.failure = error
                     error.add_note(f"on rank {rank} of {self.size}")
@@ -239,7 +239,7 @@ class World:
         return results
 
     def run_alone(self, rank: int, program: Callable[[], Any]) -> Any:
-        """Run the program of one rank in this thread; only without values."""
+        """Run one rank's program in this thread. This requires ``values`` to be False."""
         assert not self.values
         self.rank = rank
         _NATIVE._set_thread_isolation_mode(True)
@@ -250,7 +250,7 @@ class World:
             _NATIVE._set_thread_isolation_mode(False)
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Let other ranks run until the condition holds."""
+        """Let other ranks run until a condition is true. ``what`` describes it in messages."""
         while not condition():
             me = self.rank
             self._waiting[me] = what, condition
@@ -265,7 +265,7 @@ class World:
             later_products._left = state[1]
 
     def _next(self) -> None:
-        """Let another rank run."""
+        """Wake the next rank that can continue. If none can, report a deadlock."""
         if not self._ready:
             if self.failure is None:
                 self._ready.extend(r for r, (_, ready) in self._waiting.items() if ready())
@@ -286,7 +286,7 @@ class World:
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        """Within it torch.distributed speaks to these ranks."""
+        """In this context, torch.distributed communicates between the simulated ranks."""
         world = self
 
         def whole() -> SimulatedGroup:
@@ -296,7 +296,7 @@ class World:
             return whole() if group is None or group is dist.group else group
 
         class Everyone:
-            """``dist.group``."""
+            """Substitute for ``dist.group``."""
 
             @property
             def WORLD(self) -> SimulatedGroup:  # noqa: N802  torch calls it by this name
@@ -359,7 +359,7 @@ class World:
 
 @dataclass
 class PointToPoint:
-    """``dist.P2POp``, with a global rank."""
+    """Substitute for ``dist.P2POp``, whose peer is a global rank."""
 
     op: Callable[..., Any]
     tensor: Tensor

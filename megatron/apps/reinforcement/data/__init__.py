@@ -1,1 +1,1 @@
-"""Prompts, and the order in which a run has them."""
+"""Prompt data, and the order in which a run uses the prompts."""

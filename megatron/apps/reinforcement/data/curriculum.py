@@ -1,13 +1,14 @@
-"""The order of prompts by the share of good texts after each.
+"""Curriculum that orders prompts by their success rate, the fraction of good completions.
 
-Every second group, by a draw, keeps the prompt of the order of the data, so that all prompts keep
-recurring. The others draw among the prompts that were answered before, by weights
+About half of the groups, chosen at random, use the next prompt of the data, so that all prompts
+recur. The other groups sample among the prompts that already have completions, with the weights
 
     1 - ((share - target) / max(target, 1 - target)) ** 2
 
-which for a target of 1/2 are four times the variance of success: what can be learned of a prompt
-(Foster, Foerster 2025, arXiv:2502.12272). A draw is a function of the seed, the number of the group
-and the shares before its generation, the same on every rank.
+where share is the success rate. For a target of 1/2 they are four times the variance of success, a
+measure of how much can be learned from a prompt (Foster, Foerster 2025, arXiv:2502.12272). A draw
+depends only on the seed, the group number and the success rates before its generation, so that all
+ranks agree.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from megatron.apps.reinforcement.episodes import Episode, Prompt
 from megatron.apps.reinforcement.flags import ReinforcementConfig
 
 _OF_ORDER = 0.5
-"""Share of groups that keep the data's next prompt."""
+"""Fraction of groups that use the data's next prompt."""
 _STREAM = zlib.crc32(b"curriculum")
 
 
 class SuccessCurriculum:
-    """Shares of good texts by prompt, and the choice of prompts by them.
+    """Success rates of prompts, and the sampling of prompts according to them.
 
     Attributes:
-        shares_N: of each record, float64; NaN before its first texts.
+        shares_N: success rate of each record, float64; NaN before its first completions.
     """
 
     def __init__(self, options: ReinforcementConfig, prompts: RepeatedPrompts, seed: int) -> None:
@@ -42,7 +43,7 @@ class SuccessCurriculum:
         self.shares_N: npt.NDArray[np.float64] = np.full(prompts.records, np.nan)
 
     def prompt(self, group: int, prompt: Prompt) -> Prompt:
-        """The prompt of a group of a run, whose prompt in the order of the data is ``prompt``."""
+        """Return the prompt to use for a group. ``prompt`` is the group's prompt in data order."""
         rng = np.random.default_rng([self._seed, _STREAM, group])
         if rng.random() < _OF_ORDER:
             return prompt
@@ -55,14 +56,14 @@ class SuccessCurriculum:
         return self._record(int(known[min(place, len(known) - 1)]))
 
     def weights(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Weights of prompts with these shares of good texts, from 0 to 1."""
+        """Return the sampling weights, from 0 to 1, of prompts with these success rates."""
         target = self._options.curriculum_target
         return 1.0 - np.square((shares - target) / max(target, 1.0 - target))
 
     def generated(
         self, episodes: Sequence[Episode], table: Any, rewards_E: npt.NDArray[np.float64]
     ) -> None:
-        """Take the rewards of whole groups, in the order of samples."""
+        """Update the success rates from the rewards of whole groups, in sample order."""
         size, decay = self._options.num_generations or 1, self._options.curriculum_decay
         for start in range(0, len(episodes), size):
             rewards = rewards_E[start : start + size]
@@ -82,12 +83,13 @@ class SuccessCurriculum:
         return dataclasses.replace(prompt, number=number)
 
     def state(self) -> dict[str, Any]:
-        """Values for a checkpoint: all bits of the shares."""
+        """Return the success rates for a checkpoint, without loss of precision."""
         content = base64.b64encode(self.shares_N.astype("<f8").tobytes()).decode()
         return {"records": len(self.shares_N), "shares": content}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the state in a checkpoint. Raises ValueError if it belongs to other data."""
+        """Restore the success rates from a checkpoint. Raises ValueError if they belong to other
+        data."""
         if state["records"] != len(self.shares_N):
             raise ValueError(
                 f"--rl-curriculum success: the checkpoint has the shares of {state['records']} "
@@ -98,7 +100,7 @@ class SuccessCurriculum:
 
 
 def repeated_prompts(dataset: Any) -> RepeatedPrompts:
-    """The prompts below the orders that a run has them in."""
+    """Return the repeated prompts inside the wrappers that reorder them for a run."""
     while not isinstance(dataset, RepeatedPrompts):
         dataset = dataset.dataset
     return dataset

@@ -1,4 +1,4 @@
-"""Prompts that the policy answers, instead of .bin/.idx."""
+"""Data kind of reinforcement learning: files of prompts instead of .bin/.idx files."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from megatron.features.instruction.record_files import example_files
 
 
 class PromptFiles(RecordFiles):
-    """Files of prompts instead of .bin/.idx. A training sample is a prompt to be answered once;
-    each is repeated ``--num-generations`` times. Held-out prompts are answered once."""
+    """Data kind for files of prompts instead of .bin/.idx. A training sample is a prompt for one
+    completion, and each prompt is repeated ``--num-generations`` times. Held-out prompts are
+    answered once."""
 
     flag, contents = "--rl", "prompts"
 
@@ -74,7 +75,8 @@ class PromptFiles(RecordFiles):
         return RepeatedPrompts(train, _group(data.config))
 
     def conversation(self, config: RunConfig, path: str) -> Example | None:
-        """The first prompt with an empty answer."""
+        """Return the first prompt as a conversation with an empty answer, or None if there is no
+        prompt."""
         columns = RecordColumns.of(config.section(InstructionConfig))
         for _, record in islice(read_prompts(example_files(path)[0].path, columns), 1):
             example = record.example
@@ -89,7 +91,7 @@ class PromptFiles(RecordFiles):
         return collate_prompts
 
     def views(self, data: DataPipeline, sample: PromptSample) -> list[SampleView] | None:
-        """The prompt, of which no token counts in a loss."""
+        """Return a view of the prompt, in which no token counts in the loss."""
         tokens = sample.prompt.tokens
         counted = np.zeros(len(tokens), np.bool_)
         segments = list(segments_of(data.tokenizer, tokens, counted))

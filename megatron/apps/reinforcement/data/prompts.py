@@ -1,8 +1,8 @@
-"""Files of prompts, each with the columns that rewards read, and the order of their groups.
+"""Files of prompts with the columns that reward functions use, and the order of prompts in groups.
 
-A prompt is tokenized once, kept in the index cache with its record, and mapped from there. A group
-is a prompt that is answered ``--num-generations`` times: samples i to i + G - 1 of a run, as of the
-sampler of trl (1.16, ``RepeatSampler``).
+A prompt is tokenized once, stored with its record in the index cache, and memory-mapped from there.
+A group consists of the G = ``--num-generations`` completions of one prompt: G consecutive samples
+of a run, as in trl's sampler (1.16, ``RepeatSampler``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.util.digests import digest, hash64
 
 logger = logging.getLogger(__name__)
 
-# Part of the cache entry's name: raise it when the meaning of the arrays changes.
+# Version of the arrays, part of each cache key. Increment it when their meaning changes.
 INDEX_VERSION = 1
 _AT_ONCE = 1000
 _NAMED = 5
@@ -54,7 +54,8 @@ _LAYOUTS = (
 
 
 class PromptRecord(NamedTuple):
-    """A prompt as a conversation, and its fields for rewards; see :class:`Prompt`."""
+    """Prompt as a conversation, with the text and columns that reward functions use; see
+    :class:`Prompt`."""
 
     example: Example
     text: str | tuple[Message, ...]
@@ -64,19 +65,20 @@ class PromptRecord(NamedTuple):
 def read_prompts(
     path: str, columns: RecordColumns = NO_FLAGS
 ) -> Iterator[tuple[str, PromptRecord]]:
-    """Each record of a file, after its place for messages. Raises ValueError if a record is
-    malformed."""
+    """Yield each record of a file, preceded by its location for messages. Raises ValueError if a
+    record is malformed."""
     return read_records(path, lambda record: parse_prompt(record, columns))
 
 
 def parse_prompt(record: Any, columns: RecordColumns = NO_FLAGS) -> PromptRecord:
-    """A record in any layout. All columns except the prompt's are kept. Raises ValueError if there
-    is no prompt, or it ends with an answer."""
+    """Parse a record in any of the supported layouts, keeping all columns except the prompt's.
+    Raises ValueError if the record has no prompt, or if the prompt ends with an answer."""
     fields = columns.record(record)
     variables = template_variables(fields)
     is_text = is_list = False
     if _PROMPT in fields and "instruction" not in columns.names:
-        # As in trl, columns such as "input" are for rewards where there is a "prompt".
+        # As in trl, a column such as "input" is left to the reward functions if there is a
+        # "prompt".
         key, is_text = _PROMPT, True
         value = messages_in(fields.take(key), key)
         is_list = isinstance(value, list)
@@ -113,16 +115,15 @@ def _user(value: Any, key: str) -> Turn:
 
 
 class PromptExamples(TokenizedExamples):
-    """The prompts of files, a document of one sequence each. Pickles as the path of its cache
-    entry."""
+    """Tokenized prompts of a file, one document each. Pickles as the path of its cache entry."""
 
     @classmethod
     def open(
         cls, path: str, encoder: ExampleEncoder, cache: IndexCache | None = None
     ) -> PromptExamples:
-        """Tokenize the prompts of a file, folder or glob, or take them from the cache, by default
-        `index-cache/` next to the data. Raises FileNotFoundError; ValueError if a record is
-        malformed, or none is found."""
+        """Tokenize the prompts of a file, folder or glob, or read them from the cache (by default
+        `index-cache/` next to the data). Raises FileNotFoundError if no file matches, and
+        ValueError if a record is malformed or no record is found."""
         known = path, "prompts", encoder, {"prompts": INDEX_VERSION}
         arrays = partial(_arrays, encoder=encoder)
         return cls(path, cls.stored(*known, read_prompts, arrays, cache))
@@ -134,7 +135,7 @@ class PromptExamples(TokenizedExamples):
         return digest(b"".join(digest(np.ascontiguousarray(p).data).encode() for p in parts))
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt of a record."""
+        """Return the prompt of record ``number`` with its text and columns."""
         start, stop = self._index["record_offsets"][number : number + 2].tolist()
         text, columns = orjson.loads(self._index["records"][start:stop].tobytes())
         text = tuple(text) if isinstance(text, list) else text
@@ -175,16 +176,18 @@ def _arrays(
 
 @dataclass(frozen=True)
 class PromptRecipe:
-    """Prompts, each once in an epoch. Every epoch shuffles them; its order is a function of seed,
-    part and the epoch's number."""
+    """Recipe for a dataset of prompts in which each prompt occurs once per epoch. Each epoch is
+    shuffled depending on the seed, the split ``name`` and the epoch number."""
 
     longest: int
-    """Most tokens of a prompt."""
+    """Maximum number of tokens in a prompt."""
     seed: int
     by_prompt: bool = False
-    """Parts have whole prompts, drawn by their hash, and not consecutive records."""
+    """Split the data by a hash of the prompt, so that equal prompts are in the same split, rather
+    than by consecutive records."""
     skip_long: bool = False
-    """Leave out longer prompts, instead of cutting their beginning off, as trl did (0.27)."""
+    """Leave out prompts that are too long, as trl did (0.27), instead of truncating them on the
+    left."""
 
     def units(self, documents: Documents) -> int:
         return len(documents)
@@ -192,8 +195,9 @@ class PromptRecipe:
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> PromptDataset:
-        """At least `num_samples` prompts of the records `units`, or their order from the cache.
-        Raises ValueError if the documents are not prompts, or all are too long."""
+        """Build a dataset of at least `num_samples` prompts from the records `units`. Their order
+        may be read from the cache. Raises ValueError if the documents are not prompts, or if all
+        are too long."""
         if not isinstance(documents, PromptExamples):
             raise ValueError(
                 f"{documents.prefix} contains documents and no prompts; --rl needs files of "
@@ -246,7 +250,7 @@ class PromptRecipe:
 
 
 class PromptDataset:
-    """The prompts of a part, in an order, with at most ``longest`` tokens each."""
+    """Shuffled prompts of one split, with at most ``longest`` tokens each."""
 
     def __init__(self, examples: PromptExamples, index: StoredArrays, longest: int) -> None:
         self.examples, self._index, self.longest = examples, index, longest
@@ -258,13 +262,13 @@ class PromptDataset:
         return PromptSample(self.prompt(self._number(index)), index)
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt of a record, cut to the tokens that the model reads."""
+        """Return the prompt of a record, truncated to its last ``longest`` tokens."""
         prompt = self.examples.prompt(number)
         return dataclasses.replace(prompt, tokens=prompt.tokens[-self.longest :])
 
     @property
     def usable(self) -> npt.NDArray[np.int64]:
-        """Numbers of the records of the part, ascending."""
+        """Record numbers of the split that are used, in ascending order."""
         return self._index["usable"]
 
     def origin(self, index: int, /) -> list[Piece]:
@@ -277,10 +281,10 @@ class PromptDataset:
 
 
 class PromptSample(NamedTuple):
-    """A prompt to be answered once.
+    """A prompt for one completion.
 
     Attributes:
-        number: of the sample in the order of the run, the same on every layout.
+        number: number of the sample in the run, the same in every layout.
     """
 
     prompt: Prompt
@@ -288,12 +292,12 @@ class PromptSample(NamedTuple):
 
 
 class RepeatedPrompts:
-    """Each prompt of a dataset ``group`` times in a row. Records are numbered over all files, in
-    the order of the flags.
+    """Dataset that repeats each prompt of another dataset ``group`` times in a row. Records are
+    numbered across all files, in the order of the command line.
 
     Attributes:
-        parts: the same of each file of a blend.
-        files: the prompts of each file, after the number of its first record.
+        parts: the repeated prompts of each dataset in a blend.
+        files: the prompts of each file, keyed by the number of the file's first record.
     """
 
     def __init__(self, dataset: SampleDataset[PromptSample], group: int) -> None:
@@ -310,7 +314,7 @@ class RepeatedPrompts:
                 self.files[records] = part
                 records += len(part.examples)
         self.records: int = records
-        """Records of all files."""
+        """Number of records in all files."""
 
     def __len__(self) -> int:
         return len(self.dataset) * self.group
@@ -327,10 +331,10 @@ class RepeatedPrompts:
 
 
 class PromptBatch(NamedTuple):
-    """Prompts of a micro batch, which the policy is to answer.
+    """Micro batch of prompts for the policy to answer.
 
     Attributes:
-        numbers: see :class:`PromptSample`.
+        numbers: sample numbers, see :class:`PromptSample`.
     """
 
     prompts: tuple[Prompt, ...]
@@ -338,16 +342,16 @@ class PromptBatch(NamedTuple):
 
     @property
     def tokens_BS(self) -> Tensor:
-        """The prompts, padded on the right with 0; int64."""
+        """Token ids of the prompts, int64, padded on the right with 0."""
         rows = [torch.from_numpy(prompt.tokens) for prompt in self.prompts]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PromptBatch:
-        """The batch itself: prompts are read on the CPU."""
+        """Return the batch unchanged, because prompts stay on the CPU."""
         return self
 
 
 def collate_prompts(samples: Sequence[PromptSample]) -> PromptBatch:
-    """A micro batch of samples."""
+    """Collate samples into a micro batch."""
     prompts, numbers = zip(*samples, strict=True)
     return PromptBatch(prompts, numbers)

@@ -1,1 +1,1 @@
-"""Training probabilities that are bitwise equal to the probabilities of generation."""
+"""Training probabilities that are bitwise equal to the generation probabilities."""

@@ -1,10 +1,11 @@
-"""Attention of training in the order of generation.
+"""Attention for training, computed in the same order as in generation.
 
 The forward pass is that of :class:`~megatron.apps.generation.execution.paged_attention.PagedCache`:
-the same functions on the same pages, and so the same bits. The backward pass is that of the
-ordinary kernel at the same queries, keys and values, which computes the same function.
+the same functions on the same pages, with bitwise equal results. The backward pass differentiates
+the ordinary attention kernel on the same queries, keys and values, which is mathematically the same
+function.
 
-Shapes: T tokens of the row, B texts, S places of a text, N query heads, K key and value heads, D
+Shapes: T tokens of the row, B texts, S positions of a text, N query heads, K key and value heads, D
 head width, W width of a latent vector, X pages, P positions of a page.
 """
 
@@ -25,8 +26,9 @@ from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 
 
 class ScratchPages:
-    """Pages of one block at a time, in the place of a
-    :class:`~megatron.apps.generation.memory.PageMemory`: every block writes all that it reads."""
+    """KV pages of one block at a time, in place of a
+    :class:`~megatron.apps.generation.memory.PageMemory`. All blocks can use the same pages, since
+    each block writes whatever it reads."""
 
     shape = SimpleNamespace(positions=PAGE_SIZE)
 
@@ -36,8 +38,8 @@ class ScratchPages:
         self._current: tuple[Tensor, ...] = ()
 
     def fit(self, *kept_BSKD: Tensor) -> None:
-        """Take the pages [X, K, P, D] of a block that keeps such tensors of its tokens. Unwritten
-        places are zeros."""
+        """Select the pages [X, K, P, D] for a block whose keys and values have these shapes. New
+        pages are zeros; reused pages keep their contents."""
         self._current = tuple(self._pool(n, kept) for n, kept in enumerate(kept_BSKD))
 
     def _pool(self, number: int, kept: Tensor) -> Tensor:
@@ -49,12 +51,12 @@ class ScratchPages:
         return self._pools[key]
 
     def of(self, layer: int) -> tuple[Tensor, ...]:
-        """The pages of the block that computes."""
+        """Return the pages of the current block."""
         return self._current
 
 
 class EpisodeCache(PagedCache):
-    """The cache of a micro batch of texts, whose attention has gradients."""
+    """KV cache of a micro batch of texts, with differentiable attention."""
 
     def __init__(self, layout: RowLayout, rows: int, device: torch.device) -> None:
         self.pages, self.layout = ScratchPages(layout.pages, device), layout
@@ -92,7 +94,7 @@ class EpisodeCache(PagedCache):
         v: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention as in generation, without gradients."""
+        """Compute attention as in generation, without gradients."""
         self.pages.fit(*(each for each in (k, v) if each is not None))
         return super().attended(layer, scores, width, q, k, v, None, sinks)
 
@@ -105,7 +107,8 @@ class EpisodeCache(PagedCache):
         v: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """The same attention text by text, [B, S, N, D], with gradients."""
+        """Compute attention [B, S, N, D] separately for each text with an ordinary kernel, which
+        has gradients."""
         places, shape = self.layout.rows_BS.flatten(), self.layout.rows_BS.shape
         q_BNSD = q[0].index_select(0, places).unflatten(0, shape).transpose(1, 2)
         k_BKSD = k[0].index_select(0, places).unflatten(0, shape)
@@ -120,7 +123,7 @@ class EpisodeCache(PagedCache):
         return y_BNSD.transpose(1, 2)
 
     def _write(self, pool_XKPD: Tensor, new_BS: Tensor) -> None:
-        # A prompt's last page is copied for each text that continues in it.
+        # A prompt's keys and values are copied to separate pages for each text that continues it.
         K, P, width = pool_XKPD.shape[1:]
         if K not in self._written:
             places_W = self.layout.places_W
@@ -132,7 +135,7 @@ class EpisodeCache(PagedCache):
 
     @property
     def device(self) -> torch.device:
-        """The device of the pages."""
+        """Device of the pages."""
         return self.pages.device
 
 

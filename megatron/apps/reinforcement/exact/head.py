@@ -1,7 +1,7 @@
-"""Training log-probabilities, computed by the function that computes them for sampled tokens.
+"""Log-probabilities for training, computed by the same function as those of sampled tokens.
 
 Shapes: B texts, P predicted tokens of a text, T tokens of the row, C tokens of a chunk, H hidden, V
-vocabulary, P after a dimension of logits: one rank's share.
+vocabulary. After a dimension of logits, P is one rank's vocabulary shard.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from megatron.parallel.softmax_loss import capped
 from megatron.parallel.tensor_parallel import TensorParallel
 
 FEWEST_ROWS = 32
-"""Rows of a product of the head; row rules with fewer give the same bits."""
+"""Minimum number of rows of the output head's GEMM. Smaller chunks are padded to it, so that row
+rules with fewer rows give the same bits."""
 
 
 class DrawnTargets(Targets):
-    """Targets [B, P] with positions within texts (``positions_BP``), for hidden states of a single
-    row: ``places_BP`` are the tokens of the row that predict them."""
+    """Targets [B, P] of texts that are laid out in a single row of hidden states. ``positions_BP``
+    contains positions in the texts, ``places_BP`` the indices in the row of the tokens that predict
+    the targets."""
 
     @classmethod
     def of(cls, targets: Targets, rows_BP: Tensor) -> DrawnTargets:
-        """Targets at these tokens of the row."""
+        """Return the targets, predicted by the tokens of the row with the indices ``rows_BP``."""
         return cls(*targets.changed(places_BP=rows_BP))
 
     def taken(self, x_BSH: Tensor, tp: TensorParallel) -> tuple[Tensor, Targets]:
@@ -42,8 +44,8 @@ class DrawnTargets(Targets):
 
 
 def drawn_numbers(inputs: HeadInput, temperature: float) -> TokenNumbers:
-    """The numbers of targets. :class:`DrawnTargets` are scored by :func:`softened`, as when their
-    tokens were drawn; others by :func:`token_numbers`."""
+    """Return log-probabilities and entropies of the targets. :class:`DrawnTargets` are scored by
+    :func:`softened`, as they were in generation, and other targets by :func:`token_numbers`."""
     score = None
     if isinstance(inputs.targets, DrawnTargets):
         score = partial(_scores, inputs.head.vocab_size, temperature)
@@ -53,7 +55,7 @@ def drawn_numbers(inputs: HeadInput, temperature: float) -> TokenNumbers:
 def _scores(
     vocab_size: int, temperature: float, run: LogitChunks, chunk: slice, logits_CP: Tensor
 ) -> Tensor:
-    """[C], 0 where no target counts."""
+    """Return the log-probabilities of a chunk's labels, [C], and 0 where the mask is 0."""
     count = len(logits_CP)
     if count < FEWEST_ROWS:
         x_CH = F.pad(run.x_TH[chunk], (0, 0, 0, FEWEST_ROWS - count))
@@ -67,5 +69,5 @@ def _scores(
         row.log_prob(label) for row, label in zip(soft, labels_C[counted].tolist(), strict=True)
     ]
     scored_C[counted.cpu()] = torch.tensor(scores, dtype=torch.float64)
-    # Those of drawn tokens are kept in float32.
+    # Round to float32, the dtype in which generation stores log-probabilities.
     return scored_C.float().to(run.mask_T)

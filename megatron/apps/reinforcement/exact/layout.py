@@ -1,12 +1,12 @@
-"""Texts of a micro batch as generation computes them: one row of tokens, parts of sequences in
-pages.
+"""Layout of a micro batch of texts as in generation: a single row of tokens, which consists of
+parts of sequences whose keys and values are in pages.
 
-The prompt of several texts is computed once, and its keys and values are copied. Tokens of the
-policy are separate queries, as where each was drawn. The answer of an environment, with the
-policy's token before it, is computed as a prompt is.
+A prompt that several texts share is computed once, and its keys and values are copied. The policy's
+tokens are separate queries, as in decoding, where each was sampled. An environment's response,
+together with the policy's token before it, is computed like a prompt, as in prefill.
 
-Shapes: B texts, S places of a text with its prompt, P predicted tokens of a text, T tokens of the
-row, W places that are written in pages.
+Shapes: B texts, S positions of a text with its prompt, P predicted tokens of a text, T tokens of
+the row, W positions that are written to pages.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ Ids = npt.NDArray[np.int64]
 
 
 class RowLayout(NamedTuple):
-    """The row of a micro batch.
+    """Layout of the row of a micro batch.
 
     Attributes:
-        parts: of all sequences, in the order of the row.
+        parts: parts of all sequences, in row order.
         pages: number of pages.
-        rows_W: tokens of the row whose keys and values are written, in the order of ``places_W``.
-        places_W: page x positions of a page + place in it.
-        rows_BS: the token of the row at each place of each text; any at places of padding.
-        first_BS: True at places whose token is of this text first.
-        padded: see :class:`~megatron.model.caches.LayerCache`.
-        positions: most tokens of a sequence of the model.
+        rows_W: indices in the row of the tokens whose keys and values are written, in the order of
+            ``places_W``.
+        places_W: destination of each write: page x page size + offset in the page.
+        rows_BS: index in the row of each token of each text; arbitrary at padding.
+        first_BS: True where the row's token was added for this text, False where the text reuses
+            the prompt of an earlier one.
+        padded: see :class:`~megatron.model.layer_list.LayerCache`.
+        positions: maximum sequence length of the model.
     """
 
     parts: tuple[SequencePart, ...]
@@ -51,7 +53,7 @@ class RowLayout(NamedTuple):
     positions: int
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RowLayout:
-        """The layout with its tensors on a device."""
+        """Return the layout with its tensors on a device."""
         return RowLayout._make(
             part.to(device, non_blocking=non_blocking) if isinstance(part, Tensor) else part
             for part in self
@@ -59,12 +61,12 @@ class RowLayout(NamedTuple):
 
 
 class PagedEpisodes(NamedTuple):
-    """A micro batch of texts for a model that computes them as generation does.
+    """Micro batch of texts for a model that computes them in the same way as generation.
 
     Attributes:
-        rows: the same texts as a batch of the model's family, whose targets are at positions.
-        tokens_1T: the row, padded on the right.
-        targets_BP: the token of the row that predicts each target of ``rows``.
+        rows: the same texts as a batch of the model's family, with ``positions_BP``.
+        tokens_1T: token ids of the row, padded on the right.
+        targets_BP: index in the row of the token that predicts each target of ``rows``.
     """
 
     rows: Any
@@ -74,15 +76,16 @@ class PagedEpisodes(NamedTuple):
 
     @property
     def tokens_BS(self) -> Tensor:
-        """All that the model reads, text by text."""
+        """Token ids of the model's input, text by text."""
         return self.rows.tokens_BS
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PagedEpisodes:
-        """The batch on a device."""
+        """Return the batch on a device."""
         return PagedEpisodes._make(part.to(device, non_blocking=non_blocking) for part in self)
 
     def lengthened(self, seq_length: int) -> PagedEpisodes:
-        """With padding after every text, up to ``seq_length`` tokens; the row stays as it is."""
+        """Return the batch with every text padded to ``seq_length`` tokens. ``tokens_1T`` is
+        unchanged."""
         missing = seq_length - self.tokens_BS.shape[1]
         rows_BS, first_BS = (
             torch.nn.functional.pad(each, (0, missing))
@@ -92,14 +95,14 @@ class PagedEpisodes(NamedTuple):
         return self._replace(rows=self.rows.lengthened(seq_length), layout=layout)
 
     def filled(self, count: int) -> PagedEpisodes:
-        """With a row of ``count`` tokens."""
+        """Return the batch with its row padded to ``count`` tokens."""
         missing = count - self.tokens_1T.shape[1]
         return self._replace(tokens_1T=torch.nn.functional.pad(self.tokens_1T, (0, missing)))
 
 
 @dataclass
 class _Row:
-    """Tokens, parts and pages of a row while it is made."""
+    """Row under construction: its tokens, parts and pages."""
 
     size: int
 
@@ -117,7 +120,8 @@ class _Row:
     def add(
         self, tokens: Sequence[int], start: int, pages: tuple[int, ...], decoding: bool
     ) -> list[int]:
-        """The rows of the tokens of a part."""
+        """Append a part of a sequence that begins at position ``start``, and return the indices of
+        its tokens in the row."""
         first, end = len(self.tokens), start + len(tokens)
         self.tokens += tokens
         rows = list(range(first, first + len(tokens)))
@@ -127,7 +131,7 @@ class _Row:
         return rows
 
     def write(self, rows: Sequence[int], start: int, pages: tuple[int, ...]) -> None:
-        """Write tokens of the row at positions from ``start`` on."""
+        """Record that tokens of the row are written to pages, at positions from ``start``."""
         self.rows += rows
         positions = range(start, start + len(rows))
         self.places += [pages[at // self.size] * self.size + at % self.size for at in positions]
@@ -140,13 +144,13 @@ def laid_out(
     positions: int,
     size: int = PAGE_SIZE,
 ) -> PagedEpisodes:
-    """Lay out a micro batch.
+    """Lay out the episodes of a micro batch in one row.
 
     Args:
         rows: the texts as a batch of the family, with ``positions_BP``.
         padded: the row rule of the model.
-        positions: most tokens of a sequence of the model.
-        size: positions of a page.
+        positions: maximum sequence length of the model.
+        size: positions per page.
     """
     row = _Row(size)
     rows_BS = np.zeros(rows.tokens_BS.shape, np.int64)
@@ -164,7 +168,8 @@ def laid_out(
             prompts[key] = row.add(prompt, 0, pages, False)
         read = prompts[key]
         if not fresh:
-            # Copies, since consecutive pages are read together.
+            # Copy the prompt instead of sharing its pages, since consecutive pages are read
+            # together.
             pages = row.new_pages(-(-end // size))
             row.write(read[: len(pages) * size], 0, pages)
         rows_BS[number, :length] = read
@@ -193,9 +198,9 @@ def laid_out(
 
 
 def segments(episode: Episode) -> Iterator[tuple[int, int, bool]]:
-    """(begin, end, drawn one by one) of the parts after a prompt that the model reads: the last
-    token of the policy is read only if an answer follows it, and nothing is read after the last
-    token that is predicted."""
+    """Yield (begin, end, whether its tokens are decoded one by one) for each part after the prompt
+    that the model reads. The last token of a turn of the policy is read only if a response follows.
+    The last predicted token and everything after it are not read."""
     own = np.flatnonzero(episode.own_L)
     if not len(own):
         return
@@ -207,7 +212,7 @@ def segments(episode: Episode) -> Iterator[tuple[int, int, bool]]:
             end = begin
             while end < last and episode.own_L[end + 1]:
                 end += 1
-            # The last of several is read with its response.
+            # The last token of a turn is computed together with the response.
             if end > begin:
                 yield begin, end, True
             begin = end

@@ -1,4 +1,5 @@
-"""Models of runs that compute texts in training as generation does, and the runs that can."""
+"""Models whose forward pass in training is bitwise equal to generation, and the reasons why a run
+cannot have this."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from megatron.model.spec import ModelSpec
 
 DTYPES = torch.float32, torch.bfloat16
 MOST_RANKS = 2
-"""Tensor-parallel ranks whose sums do not depend on their order."""
+"""Maximum number of tensor-parallel ranks. Beyond it, results depend on the order of summation."""
 
 
 def with_pages(spec: ModelSpec) -> ModelSpec:
-    """The model, which also trains on :class:`PagedEpisodes`."""
+    """Return the model specification, extended to train on :class:`PagedEpisodes`."""
     return dataclasses.replace(spec, begin=_Begin(spec.begin))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Begin:
-    """The initial state of a micro batch."""
+    """Function that creates the model's initial state for a micro batch."""
 
     plain: Callable[[Any], LayerState]
 
@@ -52,8 +53,8 @@ class _Begin:
 
 
 def inexact_layout(config: RunConfig, spec: ModelSpec, dtype: torch.dtype) -> str | None:
-    """The reason for which probabilities of training and generation differ in their last bits, as
-    words after "since"; None where the flags name none."""
+    """Return why the probabilities of training and generation differ in their last bits, worded to
+    follow "since", or None if the configuration gives no such reason."""
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
     scaling = model.positions.rope_scaling
@@ -80,7 +81,8 @@ def inexact_layout(config: RunConfig, spec: ModelSpec, dtype: torch.dtype) -> st
 
 
 def inexact_device(engine: ModelEngine, rule: RowRule) -> str | None:
-    """The same reason, which the device of an engine has; the same on all ranks."""
+    """Return why an engine's device makes the probabilities differ, or None if it does not. All
+    ranks return the same."""
     if engine.device.type != "cpu":
         return f"products on {engine.device.type} depend on what is computed together"
     if rule.most is not None:
@@ -89,6 +91,7 @@ def inexact_device(engine: ModelEngine, rule: RowRule) -> str | None:
 
 
 def row_rule(engine: ModelEngine) -> RowRule:
-    """The rows of passes of an engine's model in training; every rank must call it."""
+    """Return the rule for padding the rows of the model's forward passes in training. Collective:
+    every rank must call it."""
     stages = StagedLayers.of(engine)
     return RowRule.of(stages.weights, is_packed).agreed(engine.mesh.model)

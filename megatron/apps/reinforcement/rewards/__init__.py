@@ -1,1 +1,1 @@
-"""Rewards of texts, and the processes that compute them within limits."""
+"""Rewards of completions, and the confined processes that compute them."""

@@ -1,8 +1,8 @@
-"""A confined process and its descendants: started, watched, and ended as a whole.
+"""Confined process with its descendants, which are started, monitored and killed as a unit.
 
-The keeper forks a warden in new namespaces, which forks the first process of these; that one forks
-the target, and reaps what loses its parent. When it dies, the kernel ends all processes of its
-namespace. Without namespaces the keeper is the parent of whatever loses its own, and ends it.
+The keeper forks a warden into new namespaces. The warden forks the first process of these
+namespaces, which forks the target and reaps orphans. When the first process dies, the kernel kills
+all processes of its namespace. Without namespaces, the keeper adopts orphans and kills them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from dataclasses import dataclass, field
 from megatron.apps.reinforcement.rewards.confinement import Limits, confine, unshared
 
 OUTPUT_BYTES = 1 << 20
-"""Most that is kept of a stream of a process."""
+"""Maximum number of bytes to keep of a process's output stream."""
 _LOOK = 0.02
-"""Seconds between looks at memory, processes and files."""
+"""Seconds between checks of the limits on memory, processes and files."""
 _LOOKS_PER_FOLDER = 10
 _MOST_FILES = 4096
 _SUBREAPER, _DEATH_SIGNAL = 36, 1
 _PAGE = resource.getpagesize()
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")
-"""Variables of the environment; others may contain secrets."""
+"""Environment variables that are passed on. Others may contain secrets."""
 
 
 @dataclass
 class Box:
-    """A confined process.
+    """Confined process.
 
     Attributes:
-        folder: its own, which it may write below, and which goes with it.
-        pipes: descriptors of this side, by number of the target's side.
-        output: beginnings of what came out of each, and their whole lengths.
-        status: of the target once it ended: as of a shell, negative for a signal.
-        warden: number of the process that holds the box.
+        folder: its temporary folder, the only one that it may write to. Removed when the box ends.
+        pipes: file descriptors on this side, by the descriptor number in the target.
+        output: beginning of each output stream, by descriptor number in the target.
+        lengths: total number of bytes of each output stream.
+        status: exit status of the target, negative for a signal; None while it runs.
+        warden: process id of the warden.
     """
 
     limits: Limits
@@ -59,8 +60,9 @@ class Box:
 
     @classmethod
     def start(cls, limits: Limits, target: Callable[[], None]) -> Box:
-        """Fork a process with pipes for its standard streams and for descriptor 3, which it answers
-        over; it calls ``target`` and ends with status 0, or 1 where that raised."""
+        """Fork a process that calls ``target``. It has pipes for its standard streams, and for
+        descriptor 3, to which it writes its answer. It exits with status 0, or 1 if ``target``
+        raised."""
         _LIBC.prctl(_SUBREAPER, 1, 0, 0, 0)
         box = cls(limits, tempfile.mkdtemp(prefix="megatron-reward-"))
         os.chmod(box.folder, 0o700)
@@ -125,17 +127,17 @@ class Box:
         os._exit(0)
 
     def _run(self, theirs: dict[int, int], target: Callable[[], None]) -> None:
-        """The target."""
+        """Run the target in this forked process. Never returns."""
         status = 1
         try:
-            # Above the numbers that they get, so that none is closed by another.
+            # Move descriptors above their final numbers first, so that dup2 closes none.
             high = {number: _above(descriptor) for number, descriptor in theirs.items()}
             for number, descriptor in high.items():
                 os.dup2(descriptor, number)
             os.closerange(4, 4096)
             os.setsid()
             os.chdir(self.folder)
-            os.nice(5)  # the keeper, which watches, comes first
+            os.nice(5)  # the keeper, which monitors the target, has priority
             kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
             os.environ.clear()
             os.environ |= kept | {"HOME": self.folder, "TMPDIR": self.folder}
@@ -155,15 +157,15 @@ class Box:
             os._exit(int(status) & 255)
 
     def send(self, data: bytes) -> None:
-        """Begin to write to the target's standard input, as far as its pipe has space; the rest
-        is written in :meth:`watch`."""
+        """Set the data for the target's standard input. :meth:`watch` writes it."""
         self._unsent = memoryview(data)
 
     _unsent: memoryview = field(default=memoryview(b""))
 
     def watch(self, until: float, done: Callable[[], bool]) -> str | None:
-        """Let the target run until ``done``, or it ended; return the reason to end it: the limit
-        that it exceeded, or None. ``until`` is a time of the monotonic clock."""
+        """Let the target run until ``done`` returns True, the target ends, or a limit is exceeded.
+        Return the name of the exceeded limit, or None. ``until`` is a time on the monotonic clock.
+        Raises SystemExit if the trainer has been killed."""
         parent = os.getppid()
         while True:
             if done():
@@ -202,7 +204,7 @@ class Box:
             sent = os.write(self.pipes[0], self._unsent[: 1 << 16])
         except BlockingIOError:
             return
-        except OSError:  # a target that reads nothing
+        except OSError:  # the target has closed its input
             self._unsent = memoryview(b"")
             self.close_input()
             return
@@ -211,11 +213,11 @@ class Box:
             self.close_input()
 
     closes: bool = False
-    """Close the input once all is written."""
+    """Whether to close the input once all data is written."""
     most_output: int = OUTPUT_BYTES
 
     def _drain(self) -> bool:
-        """Read available data; return True if there was any."""
+        """Read the available output. Return whether there was any."""
         some = False
         for number in (1, 2, 3):
             for _ in range(16):
@@ -237,7 +239,8 @@ class Box:
         return some
 
     def _look(self) -> str | None:
-        """The limit that processes, memory or files of the box exceed."""
+        """Return the name of the limit that the box's processes, memory or files exceed, or
+        None."""
         processes = self.processes()
         threads = resident = 0
         for process in processes:
@@ -257,7 +260,7 @@ class Box:
         return None
 
     def processes(self) -> list[int]:
-        """The target and what it started."""
+        """Return the ids of the target and its descendants."""
         return _descendants(self._first)
 
     def _folder_fits(self) -> bool:
@@ -270,7 +273,7 @@ class Box:
         return True
 
     def end(self) -> None:
-        """Kill everything, close the pipes, remove the folder."""
+        """Kill all processes, close the pipes and remove the folder."""
         if self._first:
             if "pid" not in self.namespaces:
                 _kill_all(self.processes)
@@ -289,7 +292,7 @@ class Box:
 
 
 def sweep(boxes: set[int]) -> None:
-    """Kill orphaned processes that belong to no box with these wardens."""
+    """Kill orphaned processes that belong to none of the boxes with these wardens."""
     _kill_all(
         lambda: [
             process
@@ -301,8 +304,8 @@ def sweep(boxes: set[int]) -> None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder with any contents, depth and permissions. Contents of subfolders are moved to
-    the top before the subfolders are removed, so that no path gets long."""
+    """Remove a folder regardless of its contents, depth and permissions. The contents of subfolders
+    are moved to the top before the subfolders are removed, so that no path becomes too long."""
     moved = 0
     for _ in range(1 << 16):
         with contextlib.suppress(OSError):
@@ -341,7 +344,7 @@ def _above(descriptor: int) -> int:
 
 
 def _line(descriptor: int) -> str:
-    """A short line of a pipe; empty at its end."""
+    """Read a short line from a pipe. Return an empty string at the end of the pipe."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(descriptor, 1)
@@ -371,7 +374,7 @@ def _descendants(process: int) -> list[int]:
 
 
 def _kill_all(processes: Callable[[], list[int]]) -> None:
-    """Stop all, so that none starts another, then kill them, until none is left."""
+    """Kill processes until none is left. Each is stopped first, so that it cannot start others."""
     for _ in range(100):
         alive = [process for process in processes() if _state(process) not in ("Z", "")]
         if not alive:
@@ -386,7 +389,7 @@ def _kill_all(processes: Callable[[], list[int]]) -> None:
 
 
 def _reap() -> None:
-    """Reap ended orphans; boxes wait for their own wardens."""
+    """Reap orphans that have ended. Each box waits for its own warden."""
     for child in _children(os.getpid()):
         if _state(child) == "Z":
             with contextlib.suppress(ChildProcessError):

@@ -1,16 +1,17 @@
-"""Limits of a process by which Linux isolates untrusted and reward code from its node.
+"""Limits that isolate reward functions and untrusted code from the node, enforced by Linux.
 
-The standard library is enough: the processes that use this import no other module of the trainer.
+This module needs only the standard library, because the processes that use it import no other
+module of the trainer.
 
-    files       Landlock: written only below one folder; RLIMIT_FSIZE
-    network     seccomp: no socket; a network namespace where the kernel allows one
-    processes   RLIMIT_NPROC, of a user or a user namespace that no other process has; root in a
-                process namespace is watched, and ended at once
+    files       Landlock: writing only below one folder; RLIMIT_FSIZE
+    network     seccomp: no sockets; a network namespace if the kernel allows it
+    processes   RLIMIT_NPROC, for a user or user namespace that no other process has; root in a
+                process namespace is monitored, and killed at once
     signals     a process namespace, or Landlock's scope, or seccomp
-    memory      RLIMIT_AS; seccomp: none outside of the address space
+    memory      RLIMIT_AS; seccomp: no memory outside of the address space
 
-Sources: landlock(7), seccomp(2), namespaces(7), setrlimit(2); the filter's form is that of
-linux/filter.h, and system calls have the numbers of asm/unistd.h.
+Sources: landlock(7), seccomp(2), namespaces(7), setrlimit(2); the filter has the format of
+linux/filter.h, and the system call numbers are those of asm/unistd.h.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LIMITS = ("files", "network", "processes", "signals")
-"""Limits that depend on the kernel, and that ``--reward-allow`` lifts."""
+"""Limits whose enforcement depends on the kernel. ``--reward-allow`` lifts them."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW = {"pid": 0x20000000, "net": 0x40000000, "ipc": 0x08000000, "user": 0x10000000}
 _ANY_NEW = 0x7E020000
 _PR_DUMPABLE, _PR_SECCOMP, _PR_DROP, _PR_SECUREBITS, _PR_NO_PRIVILEGES = 4, 22, 24, 28, 38
 _NO_ROOT = 0b1111
-"""Effective user 0 has no privileges because of that, and cannot change it."""
+"""Secure bits, locked, that deny special privileges to user id 0."""
 _PRIVATE_USERS = 1 << 30
-"""First of the user ids that processes of root are counted under."""
+"""First of the user ids that the kernel uses to count root's confined processes."""
 _CALLS: Mapping[str, tuple[int, Mapping[str, int]]] = {
     "x86_64": (
         0xC000003E,
@@ -70,15 +71,15 @@ _WITH_ARGUMENTS = ("clone", "clone3", "prlimit64", *_SIGNALS)
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a process and of all that it starts.
+    """Limits on a process and its descendants.
 
     Attributes:
-        seconds: of wall time for one text.
-        memory: bytes of address space of each process, and of resident memory of all together.
-        file_bytes: of one file; all files of the folder together may have four times as many.
-        processes: maximum at a time, threads included.
-        allowed: those of :data:`LIMITS` that do not hold.
-        unshares: have namespaces where the kernel allows them; limits hold without, too.
+        seconds: wall-clock time for one completion.
+        memory: bytes of address space of each process, and of the total resident memory of all.
+        file_bytes: maximum bytes of one file. All files in the folder may have four times as many.
+        processes: maximum number of concurrent processes, including threads.
+        allowed: names from :data:`LIMITS` that are not enforced.
+        unshares: use namespaces if the kernel allows them; limits hold without them, too.
     """
 
     seconds: float = 10.0
@@ -90,8 +91,9 @@ class Limits:
 
 
 def unshared(limits: Limits) -> list[str]:
-    """Give this process namespaces, as far as the kernel allows: of processes for those that it
-    forks next, of the network, and of users where it is not root. Return their names."""
+    """Move this process into new namespaces, as far as the kernel allows: a user namespace unless
+    it is root, a process namespace for its future children, an IPC namespace, and a network
+    namespace unless network access is allowed. Return their names."""
     own: list[str] = []
     if not limits.unshares:
         return own
@@ -108,8 +110,8 @@ def unshared(limits: Limits) -> list[str]:
 
 
 def confine(limits: Limits, folder: str, namespaces: Sequence[str]) -> None:
-    """Set all limits of this process permanently: it may write below ``folder``; ``namespaces`` are
-    the ones it is in."""
+    """Apply all limits to this process, irrevocably. It may write only below ``folder``.
+    ``namespaces`` contains the names of its namespaces."""
     _LIBC.prctl(_PR_NO_PRIVILEGES, 1, 0, 0, 0)
     for name, most in (
         (resource.RLIMIT_CORE, 0),
@@ -131,13 +133,13 @@ def confine(limits: Limits, folder: str, namespaces: Sequence[str]) -> None:
 
 
 def _limit_processes(most: int, folder: str, namespaces: Sequence[str]) -> None:
-    """The system counts the processes of an ordinary user, never root's. In a namespace of
-    processes, where they can be ended at once, root is watched instead; without one it becomes a
-    separate real user whose files still belong to root."""
+    """Limit the number of processes. RLIMIT_NPROC counts the processes of an ordinary user, but not
+    root's. In a process namespace, which can be killed at once, root is monitored instead. Without
+    one, root gets a separate real user id, while files that it creates still belong to root."""
     is_root = os.geteuid() == 0 and "user" not in namespaces
     if is_root and "pid" not in namespaces:
         user = _PRIVATE_USERS + os.getpid() % 1_000_000
-        os.chmod(folder, 0o777)  # shells leave the effective user for the real one
+        os.chmod(folder, 0o777)  # shells replace the effective user by the real one
         with contextlib.suppress(OSError):
             os.setresuid(user, 0, 0)
     elif not is_root and "user" not in namespaces:
@@ -153,7 +155,7 @@ def _drop_privileges() -> None:
 
 
 def _processes_of(user: int) -> int:
-    """Threads of a user on this node."""
+    """Return the number of a user's threads on this node."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -163,7 +165,7 @@ def _processes_of(user: int) -> int:
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock; 0 without it."""
+    """Return the kernel's Landlock version, or 0 without Landlock."""
     return max(0, int(_LIBC.syscall(444, None, ctypes.c_size_t(0), 1)))
 
 
@@ -171,7 +173,7 @@ def _landlock(folder: str, scoped: bool) -> None:
     known = landlock_version()
     if not known:
         return
-    # Every right to change files, as known to this version; reading stays free.
+    # All rights to modify files that this Landlock version supports. Reading remains allowed.
     write, remove, make, refer, truncate = 1 << 1, 0b11 << 4, 0x1FC0, 1 << 13, 1 << 14
     files = write | remove | make | (refer if known >= 2 else 0) | (truncate if known >= 3 else 0)
     scope = 0b11 if known >= 6 and scoped else 0  # abstract sockets, signals
@@ -187,7 +189,8 @@ def _landlock(folder: str, scoped: bool) -> None:
 
 
 def _filter(limits: Limits, namespaces: Sequence[str]) -> None:
-    """Refuse system calls by a seccomp filter, on processors whose numbers are known."""
+    """Install a seccomp filter for system calls. Only processors listed in ``_CALLS`` are
+    supported; others get no filter."""
     if platform.machine() not in _CALLS:
         return
     architecture, calls = _CALLS[platform.machine()]
@@ -210,7 +213,7 @@ def _filter(limits: Limits, namespaces: Sequence[str]) -> None:
     for number in refused:
         program += [step(equal, number, 0, 1), step(end, fail)]
     program += [step(equal, calls["clone3"], 0, 1), step(end, 0x00050000 | errno.ENOSYS)]
-    # User namespaces would grant privileges; other users' limits are theirs.
+    # New user namespaces would grant privileges, and prlimit could change other processes' limits.
     program += [step(equal, calls["clone"], 0, 4), step(load, 16), step(set_bits, _ANY_NEW, 0, 1)]
     program += [step(end, fail), step(end, allow)]
     program += [step(equal, calls["prlimit64"], 0, 4), step(load, 16), step(equal, 0, 1)]

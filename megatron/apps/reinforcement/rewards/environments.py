@@ -1,12 +1,12 @@
-"""Environments: what answers texts of the model within an episode.
+"""Environments, which respond to the model's turns within an episode.
 
-An environment is a class of a file, with two methods:
+An environment is a user-defined class with two methods:
 
     reset(prompt) -> messages or None              prompt.text, prompt.columns
     step(text) -> (messages, reward or None, done)
 
-It runs in a confined process, as rewards do. Its messages become tokens as the format of the
-prompts has them: a chat template, or plain text. They are read, and never trained on.
+It runs in a confined process, like reward functions. Messages are tokenized in the prompts' format:
+with a chat template, or as plain text. The model reads them, but does not train on them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from megatron.tokenizer import Tokenizer
 
 
 class Environments:
-    """The environments of a run on a rank, and the process that they run in.
+    """Environments of one rank, and the process that runs them.
 
     Attributes:
-        failures: messages of failed episodes, by their texts so far.
+        failures: error messages of episodes that failed since the last scoring.
     """
 
     def __init__(
@@ -46,20 +46,22 @@ class Environments:
         ends: frozenset[int],
         keepers: Keepers,
     ) -> None:
-        """Raises ConfigError if the flag names no file."""
+        """Create the environments. Raises ConfigError if ``--environment`` is not a class in an
+        existing Python file, FILE.py:CLASS."""
         assert options.environment is not None
         self.options, self._encoder, self._tokenizer = options, encoder, tokenizer
         self._ends, self._keepers = ends, keepers
         self.longest: int | None = None
-        """Most tokens of a prompt with what an environment says first; None without a limit."""
+        """Maximum number of tokens of a prompt with the environment's first messages; None if
+        unlimited."""
         self.file, self.name = _named(options.environment)
         self.failures: list[str] = []
         self._numbers = itertools.count()
 
     @classmethod
     def of(cls, config: RunConfig, tokenizer: Tokenizer, ends: frozenset[int]) -> Environments:
-        """The environments of a run; ``ends`` are the tokens that end texts. Raises ConfigError if
-        the class cannot be loaded."""
+        """Create the environments of a run. ``ends`` contains the tokens that end a turn. Raises
+        ConfigError if the class cannot be loaded."""
         options = config.section(ReinforcementConfig)
         encoder = ExampleEncoder(config.section(InstructionConfig), tokenizer, config.tokenizer)
         keepers = Keepers(1, limits_of(options))
@@ -71,17 +73,18 @@ class Environments:
         return environments
 
     def ask(self, **arguments: Any) -> dict[str, Any]:
-        """The answer of the environments' process; without arguments only if it could start."""
+        """Send a request to the confined process and return its answer. Without arguments, only
+        check that the class can be loaded."""
         request = {"kind": "call", "file": self.file, "function": self.name}
         return self._keepers.ask(request | ({"arguments": arguments} if arguments else {}))
 
     def begin(self, prompt: Prompt) -> Conversation:
-        """A new episode."""
+        """Begin a new episode for a prompt."""
         return Conversation(self, prompt, f"{next(self._numbers)}")
 
     def first_tokens(self, prompt: Prompt, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a prompt and of messages after it. Raises ValueError if the format cannot
-        write them."""
+        """Return the tokens of a prompt followed by the environment's first messages. Raises
+        ValueError if the prompt format cannot express these messages."""
         if isinstance(prompt.text, str):
             text = "".join(f"{message['content']}\n" for message in messages)
             return [*prompt.tokens.tolist(), *self._tokenizer.tokenize(text)]
@@ -90,8 +93,9 @@ class Environments:
         return tokens.tolist()
 
     def tokens(self, prompt: Prompt, turns: Sequence[Message]) -> list[int]:
-        """The tokens of the messages after the last text of the model in ``turns``, up to where it
-        continues. Raises ValueError if the format cannot write them."""
+        """Return the tokens that follow the model's last turn in ``turns``, up to the point
+        where the model continues. Raises ValueError if the prompt format cannot express these
+        messages."""
         whole = (*_turns(prompt), *map(_turn, turns))
         tokens = self._encoder.following(self._example(prompt, whole))
         return tokens[tokens[0] in self._ends :] if tokens else tokens
@@ -103,17 +107,17 @@ class Environments:
         return Example(tuple(turns), is_text, variables)
 
     def close(self) -> None:
-        """End the process."""
+        """End the confined process."""
         self._keepers.close()
 
 
 class Conversation:
-    """An episode under way; see :class:`~megatron.apps.reinforcement.rollout.Dialogue`.
+    """Running episode; see :class:`~megatron.apps.reinforcement.rollout.Dialogue`.
 
     Attributes:
-        prompt: with the tokens of what the environment said first.
+        prompt: the prompt, including the tokens of the environment's first messages.
         turns: messages after the prompt so far.
-        reward: sum of the environment's rewards so far; NaN if it failed.
+        reward: sum of the environment's rewards so far; NaN if the episode failed.
     """
 
     def __init__(self, environments: Environments, prompt: Prompt, name: str) -> None:
@@ -129,8 +133,8 @@ class Conversation:
             self._begin_with(answer[0])
 
     def answered(self, text: str, room: int) -> Sequence[int] | None:
-        """The tokens that follow a text of the model, which the model continues; None at the end of
-        the episode."""
+        """Send the model's turn to the environment. Return the tokens of its response, after which
+        the model continues, or None at the end of the episode."""
         self._texts.append(text)
         self.turns.append({"role": ANSWER, "content": text})
         answer = self._step()
@@ -148,7 +152,7 @@ class Conversation:
             return None
 
     def _begin_with(self, messages: list[Message]) -> None:
-        """Put messages after the prompt."""
+        """Append the environment's first messages to the prompt."""
         try:
             tokens = self._environments.first_tokens(self._data, messages)
         except ValueError as error:

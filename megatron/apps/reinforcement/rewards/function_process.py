@@ -1,5 +1,5 @@
-"""The confined process of a Python function that gives rewards, or of a class of environments: it
-loads their file, and calls them for each request."""
+"""Confined process of a reward function or environment class in a Python file. It loads the file
+once, and calls the function or class for each request."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from typing import Any
 
 
 def serve(file: str, name: str) -> None:
-    """Answer requests, JSON objects after their length in 8 bytes, from the standard input, over
-    descriptor 3. A request of nothing but its token asks if the function could be loaded."""
-    # Whatever a function prints, or reads, is not a part of this.
+    """Read requests from standard input and write answers to descriptor 3, until the input ends.
+    Messages are JSON objects, each preceded by its length in 8 bytes. A request with only a token
+    asks whether the function was loaded."""
+    # Keep the function's own input and output separate from the protocol.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.dup(3)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number in (0, 3):
@@ -54,7 +55,7 @@ def serve(file: str, name: str) -> None:
 
 
 def load(file: str, name: str) -> Callable[..., Any]:
-    """A function of a file. Raises ImportError if the file lacks it."""
+    """Load a function from a Python file. Raises ImportError if the file does not define it."""
     sys.path.insert(0, os.path.dirname(file))
     spec = importlib.util.spec_from_file_location("reward_functions", file)
     if spec is None or spec.loader is None:
@@ -70,24 +71,26 @@ def load(file: str, name: str) -> Callable[..., Any]:
 
 
 class WrongAnswerError(Exception):
-    """A function returned something else than it should."""
+    """Raised if a function returned a value of the wrong form."""
 
 
 def answering_of(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], list[Any]]:
-    """A function of requests about rewards, or, for a class, about episodes of environments."""
+    """Return a function that answers requests: with rewards or, if ``function`` is a class, with
+    the responses of its environments."""
     return Episodes(function).step if isinstance(function, type) else partial(_called, function)
 
 
 class Episodes:
-    """Environments of a class, one for each episode that is under way."""
+    """Instances of an environment class, one for each running episode."""
 
     def __init__(self, kind: Callable[[], Any]) -> None:
         self._kind = kind
         self._running: dict[str, tuple[Any, int]] = {}
 
     def step(self, request: Mapping[str, Any]) -> list[Any]:
-        """Messages, reward and end after the last of an episode's ``texts``; without one, messages
-        before the first. A replacement for a lost process receives the earlier texts too."""
+        """Return messages, reward and end flag after the last of an episode's ``texts``, or the
+        messages before the first turn if ``texts`` is empty. In a process that replaces a lost one,
+        the environment replays the earlier texts."""
         texts, name = request["texts"], request["episode"]
         environment, known = self._running.get(name, (None, -1))
         answer: Any = None
@@ -113,7 +116,8 @@ class Episodes:
 
 
 def _called(function: Callable[..., Any], request: Mapping[str, Any]) -> list[Any]:
-    """Rewards as numbers; what is neither a number nor None as a text about it."""
+    """Call a reward function. Return its rewards as numbers or None. Any other reward is replaced
+    by a string that describes it."""
     count = len(request["completions"])
     arguments = {
         **request["columns"],
@@ -158,7 +162,7 @@ def _shown(value: Any) -> str:
 def _said(error: BaseException) -> str:
     try:
         text = " ".join(str(error)[:2000].split())[:300]
-    except BaseException:  # a class of the function's
+    except BaseException:  # the message of a user-defined exception may itself raise
         text = ""
     if isinstance(error, WrongAnswerError):
         return text

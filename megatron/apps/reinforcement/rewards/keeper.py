@@ -1,14 +1,14 @@
-"""A process that computes rewards in confined processes, for one rank of a run.
+"""Process that computes rewards in confined processes, for one rank of a run.
 
-It reads requests from its standard input and writes an answer to each, JSON objects after their
-length in 8 bytes, and ends when its input is closed:
+It reads requests from its standard input, writes an answer to each, and ends when its input is
+closed. Messages are JSON objects, each preceded by its length in 8 bytes:
 
-    call      a Python function with trl's arguments, in a process that stays for the next call
-    run       a program, of which the answer has status and output
-    code      code and tests of it, each in a process that has run the code
-    probe     limits that this node does not enforce
+    call      call a Python function with trl's arguments, in a process that is kept for later calls
+    run       run a program, and answer with its output
+    code      run code and its tests, each test in a new process that first runs the code
+    probe     list the limits that this node does not enforce
 
-Started by ``python -m``; it imports the standard library only, so that forks are small and quick.
+It is started by ``python -m`` and imports only the standard library, so that forks are cheap.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from megatron.apps.reinforcement.rewards.confinement import Limits
 from megatron.apps.reinforcement.rewards.probe import unenforced
 
 FOLDER = "megatron-rewards-"
-"""Beginning of the name of the temporary folder that the trainer gives a keeper."""
+"""Prefix of the temporary folder that the trainer creates for a keeper process."""
 _START_SECONDS = 120.0
-"""For which a function's file may import what it needs."""
+"""Time limit, in seconds, for the imports of a function's file."""
 
 
 class Keeper:
-    """The confined processes of a rank."""
+    """Confined processes of one rank, and the answers to requests to them."""
 
     def __init__(self) -> None:
         self._functions: dict[tuple[str, str], Box] = {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request; see the module."""
+        """Return the answer to a request of a kind described in this module's docstring."""
         limits = Limits(**request["limits"])
         kinds: dict[str, Callable[[Mapping[str, Any], Limits], dict[str, Any]]] = {
             "call": self._call, "run": self._run, "code": self._code,
@@ -79,7 +79,7 @@ class Keeper:
         answer, problem = self._ask(box, request["arguments"], limits.seconds)
         if answer is None:
             answer = {"failure": _why(problem or "ended", box, limits)}
-        # The target alone may be left.
+        # Reuse the process only if the target is alive and has no child processes left.
         if problem or box.status is not None or len(box.processes()) > 1:
             del self._functions[key]
             box.end()
@@ -88,7 +88,8 @@ class Keeper:
     def _ask(
         self, box: Box, request: Mapping[str, Any], seconds: float
     ) -> tuple[dict[str, Any] | None, str | None]:
-        """The answer of a function's process to a request; or None and the limit exceeded."""
+        """Send a request to a function's process. Return the answer, or None, and the name of the
+        exceeded limit, or None."""
         token = secrets.token_hex(8)
         content = json.dumps({"token": token, **request}).encode()
         for part in box.output.values():
@@ -132,7 +133,9 @@ class Keeper:
             box.end()
 
     def _code(self, request: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
-        """Passed tests of code: statements that raise nothing, or pairs of input and output."""
+        """Run the tests of some code. A test is a string of statements, which pass if they raise
+        nothing, or an object with input and expected output. The time limit applies to all tests
+        together."""
         ends = time.monotonic() + limits.seconds
         passed, messages = [], []
         for test in request["tests"]:
@@ -180,12 +183,12 @@ def _program(code: str) -> Callable[[], None]:
 
 
 def _lines(output: bytes | bytearray) -> list[bytes]:
-    """Lines without spaces at their ends, and empty ones at the end."""
+    """Split output into lines, without trailing spaces and without empty lines at the end."""
     return [line.rstrip() for line in bytes(output).rstrip().split(b"\n")]
 
 
 def _why(problem: str, box: Box, limits: Limits) -> str:
-    """The reason for which a process failed."""
+    """Return a message that explains why a process failed."""
     mib = limits.memory >> 20
     said = _text(box.output[2])
     if problem == "time":
@@ -239,7 +242,8 @@ def main() -> None:
 
 
 def _finite(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer whose values are JSON's: not-a-number and infinities as texts."""
+    """Replace NaN and infinities among an answer's values by strings, in place, so that it is valid
+    JSON."""
     values = answer.get("values")
     if isinstance(values, list):
         answer["values"] = [

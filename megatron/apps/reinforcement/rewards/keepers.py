@@ -1,4 +1,4 @@
-"""The processes of a rank that compute rewards, from the side of the trainer."""
+"""Client side of the keeper processes, which compute the rewards of a rank."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ Answer = dict[str, Any]
 _ROOT = Path(__file__).parents[4]
 _SECONDS_TO_END = 30.0
 _MARGIN = 150.0
-"""Seconds for the start of processes, in which a function's file imports what it needs."""
+"""Additional seconds to wait for an answer, for starting processes and for the imports of a
+function's file."""
 
 
 class KeeperProcess:
-    """One such process, which is started again where it does not answer."""
+    """Keeper process that is started when needed, and restarted if it does not answer."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = ""
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> Answer:
-        """The answer to a request, which may take ``seconds`` by its own limits."""
+        """Send a request, whose own limits allow ``seconds``, and return its answer. If the process
+        does not answer, retry once with a new one, then return a failure."""
         content = json.dumps(request).encode()
         for _ in range(2):
             process = self._process or self._start()
@@ -58,7 +60,8 @@ class KeeperProcess:
         return {"failure": "was lost with the process that computes it"}
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # The folders of its processes are in it, also when it is killed.
+        # The temporary folders of the keeper's boxes are inside this folder, so that they can be
+        # removed even if the keeper is killed.
         self._folder = tempfile.mkdtemp(prefix=keeper.FOLDER)
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
@@ -76,7 +79,7 @@ class KeeperProcess:
 
     @staticmethod
     def _read(process: subprocess.Popen[bytes], until: float) -> Answer | None:
-        """An answer; None if none comes in time."""
+        """Read an answer. Return None if the process ends or the deadline ``until`` passes."""
         assert process.stdout is not None
         descriptor = process.stdout.fileno()
         data, length = bytearray(), 8
@@ -94,20 +97,20 @@ class KeeperProcess:
         return answer
 
     def stop(self) -> None:
-        """End the process with all that it keeps."""
+        """End the process, if it runs, and all processes that it has started."""
         if self._process is not None:
             _stop(self._process, self._folder, os.getpid())
             self._process = None
 
 
 def _stop(process: subprocess.Popen[bytes], folder: str, owner: int) -> None:
-    if os.getpid() != owner:  # a fork, whose parent still uses it
+    if os.getpid() != owner:  # this is a fork, and the parent still uses the process
         return
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             stream.close()
     try:
-        process.wait(_SECONDS_TO_END)  # it ends what it keeps
+        process.wait(_SECONDS_TO_END)  # the process ends its own children
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -115,13 +118,13 @@ def _stop(process: subprocess.Popen[bytes], folder: str, owner: int) -> None:
 
 
 def limits_of(options: ReinforcementConfig) -> Limits:
-    """The limits of the processes of a run."""
+    """Return the limits of a run's reward processes."""
     memory, allowed = options.reward_memory_mib << 20, tuple(options.reward_allow)
     return Limits(options.reward_timeout, memory, allowed=allowed)
 
 
 class Keepers:
-    """Several of them, which answer requests at the same time."""
+    """Pool of keeper processes that answer requests concurrently. Thread-safe."""
 
     def __init__(self, count: int, limits: Limits) -> None:
         self.limits = limits
@@ -133,7 +136,8 @@ class Keepers:
         self._lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any], texts: int = 1) -> Answer:
-        """The answer to a request about a number of texts, by the next process that is free."""
+        """Send a request about ``texts`` completions to a free process, and return its answer.
+        Blocks until a process is free."""
         free = self._free.get()
         try:
             request = {**request, "limits": asdict(self.limits)}
@@ -142,7 +146,8 @@ class Keepers:
             self._free.put(free)
 
     def map(self, ask: Callable[[Item], Answer], items: Sequence[Item]) -> list[Answer]:
-        """Answers about items, in their order; ``ask`` calls :meth:`ask`."""
+        """Call ``ask`` concurrently for all items, and return the answers in order. The callable is
+        expected to use :meth:`Keepers.ask`."""
         if len(items) < 2 or len(self._all) < 2:
             return [ask(item) for item in items]
         with self._lock:

@@ -1,4 +1,5 @@
-"""Attempts of a confined process at what its limits forbid, to know which of them hold here."""
+"""Probe that attempts what confined processes must not do, to find out which limits this node
+enforces."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _PROCESSES = 8
 
 
 def unenforced(limits: Limits) -> dict[str, str]:
-    """Limits that do not hold on this node, with what a process could do."""
+    """Return the limits that this node does not enforce, each with a description of what a process
+    could do."""
     limits = dataclasses.replace(limits, processes=_PROCESSES)
     own = os.getpid()
     with tempfile.NamedTemporaryFile() as outside, socket.socket() as listening:
@@ -42,7 +44,8 @@ def unenforced(limits: Limits) -> dict[str, str]:
 
 
 def _attempted(attempt: Callable[[], str | None], limits: Limits) -> str | None:
-    """The text of an attempt in a box about what it could do; None if it could not."""
+    """Run an attempt in a box. Return a description of what it could do, or None if it was
+    prevented."""
 
     def tell() -> None:
         os.write(3, json.dumps(attempt()).encode())
@@ -87,7 +90,7 @@ def _signal(process: int) -> str | None:
 
 
 def _multiply() -> str | None:
-    """Fork more processes than allowed; they end with this one."""
+    """Fork more child processes than allowed. They end with this process."""
     children = []
     try:
         for _ in range(2 * _PROCESSES):
@@ -96,7 +99,7 @@ def _multiply() -> str | None:
                 time.sleep(_SECONDS)
                 os._exit(0)
             children.append(child)
-        time.sleep(2.0)  # one who watches had the time
+        time.sleep(2.0)  # give the keeper time to notice
     except OSError:
         return None
     return "a process started more than it may (RLIMIT_NPROC, or a process namespace, forbids it)"

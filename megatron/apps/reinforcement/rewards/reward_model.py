@@ -1,7 +1,8 @@
-"""Rewards by a model that was trained by ``--preference reward``, at the layout of the run.
+"""Rewards from a model that was trained by ``--preference reward``, in the layout of the run.
 
-It is a second model in memory, in the training dtype. It reads the tokens of prompt and text, so it
-needs the policy's tokenizer. As in its training, rewards are taken at the last token.
+It is a second model in memory, in the training dtype. Its input is the tokens of prompt and
+completion, so it needs the policy's tokenizer. The reward is its output at the last token, as in
+the reward model's training.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ REWARD = Measure(("reward",), _of_last_tokens, ends="logits", per_sample=True)
 
 
 class RewardModel:
-    """The reward model of a run. Every rank makes it and calls it."""
+    """Reward model of a run. Collective: every rank must create and call it."""
 
     def __init__(self, engine: Evaluator, batch_size: int) -> None:
         self.engine, self._batch_size = engine, batch_size
 
     @classmethod
     def start(cls, config: RunConfig, mesh: Mesh) -> RewardModel:
-        """The model with its weights. Raises CheckpointError if there is no such checkpoint,
-        ConfigError if its model or tokenizer is not the required one."""
+        """Load the reward model. Raises CheckpointError if the checkpoint does not exist, and
+        ConfigError if it is not a reward model, or if its vocabulary size or number of positions
+        does not fit the policy."""
         checkpoint, own = find_reward_model(config)
         spec = spec_of(own.model, own.parallel)
         engine = build_evaluator(own, spec, mesh, training_device())
@@ -57,7 +59,8 @@ class RewardModel:
         return cls(engine, config.section(ReinforcementConfig).reward_batch_size)
 
     def scores(self, episodes: Sequence[Episode]) -> npt.NDArray[np.float64]:
-        """Return rewards [E] of the same episodes on every rank; each replica computes a share."""
+        """Return rewards [E] on every rank, given the same episodes on every rank. Each replica
+        computes a share of them."""
         rows = [np.concatenate((each.prompt.tokens, each.tokens_L)) for each in episodes]
         lengths = np.array([len(row) for row in rows], np.int64)
         size = min(self._batch_size, max(1, len(rows)))
@@ -66,8 +69,9 @@ class RewardModel:
 
 
 def find_reward_model(config: RunConfig) -> tuple[FoundCheckpoint, RunConfig]:
-    """The checkpoint of ``--reward-model``, and the run of its model at the layout of the policy,
-    before anything that takes time; raises as :meth:`RewardModel.start`."""
+    """Return the checkpoint of ``--reward-model``, and a run configuration for its model in the
+    policy's layout. This does not load weights, and raises the same errors as
+    :meth:`RewardModel.start`."""
     path = config.section(ReinforcementConfig).reward_model
     assert path is not None
     shown, policy = f"--reward-model {path}", config.model
@@ -102,7 +106,7 @@ def find_reward_model(config: RunConfig) -> tuple[FoundCheckpoint, RunConfig]:
         config.with_sections(*trained, ReinforcementConfig()),
         model=model,
         checkpoint=CheckpointConfig(load=path),
-        # Without CUDA graphs, whose memory the policy's would share.
+        # Disable CUDA graphs, which would share memory with the policy's graphs.
         fast_paths=FastPathsConfig(torch_compile="off"),
         engine=dataclasses.replace(config.engine, zero_stage=min(1, config.engine.zero_stage)),
     )

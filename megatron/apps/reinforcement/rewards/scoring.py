@@ -1,4 +1,4 @@
-"""Rewards of episodes by all sources of a run, in one table."""
+"""Rewards of episodes from all of a run's sources, combined in one table."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from megatron.util.digests import digest
 ENVIRONMENT, MODEL = "environment", "reward model"
 _KEPT = 1 << 16
 _PROBED: dict[Limits, dict[str, Any]] = {}
-"""Limits that this node does not enforce, tried once in a process."""
+"""Results of probing this node, by limits. Each process probes only once per set of limits."""
 
 
 class Failures(NamedTuple):
-    """Failed rewards of a source.
+    """Failed rewards of one source.
 
     Attributes:
-        texts: number of them.
-        first: the message of the first.
+        texts: number of completions whose reward failed.
+        first: message of the first failure.
     """
 
     texts: int
@@ -38,20 +38,20 @@ class Failures(NamedTuple):
 
 
 def add_failures(known: dict[str, Failures], more: Mapping[str, Failures]) -> None:
-    """Add failures, by the name of their source, to the earlier ones."""
+    """Add failures to ``known``, in place, by source name. The first message is kept."""
     for name, each in more.items():
         before = known.get(name, Failures(0, each.first))
         known[name] = Failures(before.texts + each.texts, before.first)
 
 
 class RewardTable(NamedTuple):
-    """Rewards of E episodes by R sources.
+    """Rewards of E episodes from R sources.
 
     Attributes:
-        names: of the sources.
-        weights_R: float64.
-        values_ER: float64; NaN where a reward failed, or a source has none for a text.
-        failures: by the name of the source.
+        names: names of the sources.
+        weights_R: weights of the sources, float64.
+        values_ER: rewards, float64; NaN if a reward failed or a source has none for an episode.
+        failures: failed rewards by source name.
     """
 
     names: tuple[str, ...]
@@ -61,15 +61,15 @@ class RewardTable(NamedTuple):
 
 
 def combined(table: RewardTable) -> npt.NDArray[np.float64]:
-    """The weighted sum of the rewards of each episode that there are, float64 [E], as in trl
-    (1.16); NaN without any."""
+    """Return the weighted sum of each episode's available rewards, float64 [E], as in trl (1.16),
+    or NaN if no reward is available."""
     known_ER = np.isfinite(table.values_ER)
     sums_E = np.where(known_ER, table.values_ER, 0.0) @ table.weights_R
     return np.where(known_ER.any(axis=1), sums_E, np.nan)
 
 
 def merged(tables: Sequence[RewardTable]) -> RewardTable:
-    """Tables of several ranks as one, in their order."""
+    """Concatenate the tables of several ranks, in rank order."""
     failures: dict[str, Failures] = {}
     for table in tables:
         add_failures(failures, table.failures)
@@ -79,7 +79,8 @@ def merged(tables: Sequence[RewardTable]) -> RewardTable:
 
 
 def with_model(table: RewardTable, rewards_E: npt.NDArray[np.float64]) -> RewardTable:
-    """A table with the rewards of the reward model, which every rank has."""
+    """Return the table with the reward model's column filled in. ``rewards_E`` must be equal on all
+    ranks."""
     values_ER, failures = table.values_ER.copy(), dict(table.failures)
     good_E = np.isfinite(rewards_E)
     values_ER[:, table.names.index(MODEL)] = np.where(good_E, rewards_E, np.nan)
@@ -95,9 +96,9 @@ def joined(
     places: npt.NDArray[np.int64],
     judged_E: npt.NDArray[np.float64] | None,
 ) -> tuple[RewardTable, npt.NDArray[np.float64]]:
-    """The tables of several ranks, the places of whose rows in the order of samples these are, as
-    one with the numbers of the reward model, if any; and the sums of its rows. Raises
-    RewardsFailedError."""
+    """Merge the tables of several ranks. Return the table and the weighted sum of each row.
+    ``places`` sorts the rows into sample order. ``judged_E`` contains the reward model's rewards,
+    if any. Raises RewardsFailedError if too many rewards failed."""
     table = merged(tables)
     table = table._replace(values_ER=table.values_ER[places])
     table = table if judged_E is None else with_model(table, judged_E)
@@ -106,13 +107,14 @@ def joined(
 
 
 def means(table: RewardTable) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of the known rewards of each source that has any."""
+    """Return the mean and standard deviation of each source's available rewards. Sources without
+    available rewards are left out."""
     known = zip(table.names, (row[~np.isnan(row)] for row in table.values_ER.T), strict=True)
     return {name: (float(row.mean()), float(row.std())) for name, row in known if len(row)}
 
 
 def check_failures(table: RewardTable, most: float) -> None:
-    """Raise RewardsFailedError where more than a share ``most`` of the rewards failed."""
+    """Raise RewardsFailedError if the fraction of failed rewards exceeds ``most``."""
     failed = sum(failures.texts for failures in table.failures.values())
     if failed > most * table.values_ER.size:
         raise RewardsFailedError(
@@ -122,32 +124,32 @@ def check_failures(table: RewardTable, most: float) -> None:
 
 
 def described(failures: Mapping[str, Failures]) -> str:
-    """Failures as a line for a log."""
+    """Format failures as a line for the log."""
     return "; ".join(
         f"{name}: {failed.texts} x, the first {failed.first}" for name, failed in failures.items()
     )
 
 
 class RewardsFailedError(ValueError):
-    """Too many rewards failed."""
+    """Raised if too many rewards of a step failed."""
 
 
 class Rewards:
-    """The sources of rewards of a run, and the processes of a rank that compute them."""
+    """Reward sources of a run, and the processes that compute rewards on this rank."""
 
     def __init__(self, options: ReinforcementConfig, sources: Sequence[RewardSource]) -> None:
         self.options, self.sources = options, sources
         self.keepers = Keepers(options.reward_workers, limits_of(options))
         self.state: Mapping[str, Any] = {}
-        """Position of the training, which functions get as trl's ``trainer_state``."""
+        """Training progress, which reward functions receive as trl's ``trainer_state``."""
         self.environments: Any = None
-        """Environments of the run, whose failures are counted, too."""
+        """Environments of the run, or None. Their failures are counted, too."""
         self._known: OrderedDict[str, float | None] = OrderedDict()
 
     @classmethod
     def of(cls, config: RunConfig, run: Any = None) -> Rewards:
-        """The rewards of a run. Raises ConfigError if a source cannot be used, or this node cannot
-        enforce a limit."""
+        """Create the rewards of a run. Raises ConfigError if a source cannot be used, or if this
+        node does not enforce a limit."""
         options = config.section(ReinforcementConfig)
         rewards = cls(options, sources_of(options))
         try:
@@ -158,7 +160,8 @@ class Rewards:
         return rewards
 
     def check(self) -> None:
-        """Raise ConfigError if a source cannot be used, or a limit does not hold on this node."""
+        """Raise ConfigError if a source cannot be used, or if this node does not enforce a
+        limit."""
         if not self.sources:
             return
         limits = self.keepers.limits
@@ -179,19 +182,20 @@ class Rewards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the columns of a table."""
+        """Names of a reward table's columns."""
         options, names = self.options, [source.name for source in self.sources]
         names += [MODEL] * (options.reward_model is not None)
         return (*names, *[ENVIRONMENT] * (options.environment is not None))
 
     @property
     def weights_R(self) -> npt.NDArray[np.float64]:
-        """Weights of the columns; an environment's weight is 1."""
+        """Weights of a reward table's columns. An environment has the weight 1."""
         weights = list(self.options.reward_weights)
         return np.array((weights + [1.0] * len(self.names))[: len(self.names)], np.float64)
 
     def score(self, episodes: Sequence[Episode]) -> RewardTable:
-        """Rewards of this rank's episodes; :func:`with_model` adds the reward model's rewards."""
+        """Compute the rewards of this rank's episodes. The reward model's column stays NaN until
+        :func:`with_model` fills it in."""
         values_ER = np.full((len(episodes), len(self.names)), np.nan)
         failures: dict[str, Failures] = {}
         for place, source in enumerate(self.sources):
@@ -216,7 +220,7 @@ class Rewards:
         if not keeps:
             return source.score(episodes, self.keepers, self.state)
         keys = [_key(source, episode) for episode in episodes]
-        # Of equal texts one is scored.
+        # Score equal completions only once.
         unknown = {key: e for key, e in zip(keys, episodes, strict=True) if key not in self._known}
         scored = source.score(list(unknown.values()), self.keepers, self.state) if unknown else []
         failed: dict[str, Reward] = {}
@@ -237,14 +241,14 @@ class Rewards:
         return rewards
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes of rewards and environments."""
         self.keepers.close()
         if self.environments is not None:
             self.environments.close()
 
 
 def _key(source: RewardSource, episode: Episode) -> str:
-    """Identifies a source and all that it reads of an episode."""
+    """Return a cache key for a source and everything in an episode that it may read."""
     prompt = episode.prompt
     content = [source.identity, prompt.text, episode.text, episode.turns, prompt.columns]
     text = json.dumps(content, sort_keys=True, default=str)

@@ -1,7 +1,6 @@
-"""Sources of rewards as flags name them: functions of Python, programs, verifiers.
+"""Reward sources of ``--reward-funcs``: Python functions, programs and built-in verifiers.
 
-Each scores episodes by requests to keepers. A failure is a text; a reward is a float, or None where
-there is nothing to compare with.
+Each source scores episodes by sending requests to reward processes.
 """
 
 from __future__ import annotations
@@ -25,9 +24,11 @@ from megatron.config import ConfigError
 from megatron.util.digests import digest
 
 Reward = float | None | str
-"""A number; None for no reward; a text for a failure."""
+"""A reward: a number, None if the record has nothing to compare with, or a string with the message
+of a failure."""
 _AT_ONCE = 8
-"""Texts of a call of a function: what hangs takes that many limits at most, once each."""
+"""Number of completions per call of a function. If a call fails, its completions are retried one by
+one, each with a separate time limit."""
 _COMMAND = "command:"
 _ANSWERS = ("answer", "solution", "ground_truth", "target")
 _TESTS = ("tests", "test_code", "unit_tests")
@@ -39,18 +40,19 @@ _OF_COLUMNS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
     "json_schema": ("schema", _SCHEMAS, "schema_column"),
     "code": ("tests", _TESTS, "tests_column"),
 }
-"""Argument of each verifier that a column gives, its usual columns, and the flag of another."""
+"""For each verifier that reads a column: the name of its argument, the default column names, and
+the flag that sets another column."""
 VERIFIERS = (*_OF_COLUMNS, "think_format_reward", "repetition_penalty_reward")
 
 
 @dataclass(frozen=True)
 class RewardSource(ABC):
-    """A source of rewards.
+    """Source of rewards.
 
     Attributes:
-        name: for logs and messages.
-        identity: all that its rewards depend on besides the texts; None where that is not known,
-            and rewards cannot be kept.
+        name: name for logs and messages.
+        identity: string that changes whenever the rewards of equal completions may change. None if
+            it cannot be determined; rewards are then not cached.
     """
 
     name: str
@@ -60,21 +62,23 @@ class RewardSource(ABC):
     def score(
         self, episodes: Sequence[Episode], keepers: Keepers, state: Mapping[str, Any]
     ) -> list[Reward]:
-        """Return rewards of episodes; ``state`` is the training's, like trl's ``trainer_state``."""
+        """Return the rewards of episodes. ``state`` is the training progress, trl's
+        ``trainer_state``."""
 
     def check(self, keepers: Keepers) -> str | None:
-        """Return the reason why the source cannot be used, or None."""
+        """Return the reason why the source cannot be used, or None if it can."""
         return None
 
 
 @dataclass(frozen=True)
 class FunctionSource(RewardSource):
-    """A function of a Python file."""
+    """Reward source that calls a function in a Python file."""
 
     file: str
     function: str
     column: tuple[str, tuple[str, ...], str] | None = None
-    """Column that a verifier reads, as in ``_OF_COLUMNS``, with the name that a flag gives it."""
+    """Column that a verifier reads: an entry of ``_OF_COLUMNS``, with the column name from a flag
+    if given. None for functions that get all columns."""
 
     def check(self, keepers: Keepers) -> str | None:
         answer = keepers.ask(self._request())
@@ -95,7 +99,8 @@ class FunctionSource(RewardSource):
 
         parts = [episodes[n : n + _AT_ONCE] for n in range(0, len(episodes), _AT_ONCE)]
         answers = keepers.map(ask, parts)
-        # One bad text does not take the others with it.
+        # Retry failed parts one completion at a time, so that a failing completion does not affect
+        # the others.
         bad = [
             part
             for part, answer in zip(parts, answers, strict=True)
@@ -135,7 +140,8 @@ class FunctionSource(RewardSource):
 
 @dataclass(frozen=True)
 class CodeSource(RewardSource):
-    """Return the share of its tests that a text's code passes."""
+    """Source that returns the fraction of a record's tests that the code in the completion
+    passes."""
 
     column: tuple[str, tuple[str, ...], str]
 
@@ -162,8 +168,9 @@ class CodeSource(RewardSource):
 
 @dataclass(frozen=True)
 class CommandSource(RewardSource):
-    """A program, which reads a JSON object with prompt, completion, completion_ids and the columns
-    from its standard input, and prints a number, or a JSON object with it as "reward"."""
+    """Program that reads a JSON object with prompt, completion, completion_ids and the record's
+    columns from its standard input, and prints a number, or a JSON object with the number as
+    "reward"."""
 
     words: tuple[str, ...]
 
@@ -201,7 +208,7 @@ class CommandSource(RewardSource):
 
 
 def _rewards(answer: Answer) -> list[Reward]:
-    """The reward of an answer about one text."""
+    """Return a list with the reward, or failure message, in an answer about one completion."""
     values = answer.get("values")
     if isinstance(values, list) and len(values) == 1:
         return [_number(values[0])]
@@ -226,7 +233,7 @@ def _prompt(episode: Episode) -> Any:
 
 
 def _completion(episode: Episode) -> Any:
-    """Return the text, or a conversation's messages, as in trl."""
+    """Return the completion as text or, for a conversation, as messages, as in trl."""
     if episode.turns:
         return [dict(message) for message in episode.turns]
     if isinstance(episode.prompt.text, str):
@@ -235,7 +242,7 @@ def _completion(episode: Episode) -> Any:
 
 
 def _column(episode: Episode, column: tuple[str, tuple[str, ...], str]) -> Any:
-    """The value of a column. Raises ValueError if the record has none."""
+    """Return the value of a record's column. Raises ValueError if the record lacks the column."""
     _, names, flag = column
     columns = episode.prompt.columns
     name = next((name for name in names if name in columns), None)
@@ -248,7 +255,8 @@ def _column(episode: Episode, column: tuple[str, tuple[str, ...], str]) -> Any:
 
 
 def sources_of(options: ReinforcementConfig) -> list[RewardSource]:
-    """The sources that flags name. Raises ConfigError if one does not exist."""
+    """Return the sources of ``--reward-funcs``. Raises ConfigError if a source does not exist or is
+    given twice."""
     sources = [_source(text, options) for text in options.reward_funcs]
     names = [source.name for source in sources]
     double = next((name for name in names if names.count(name) > 1), None)
@@ -291,11 +299,12 @@ def _source(text: str, options: ReinforcementConfig) -> RewardSource:
 
 
 def _absolute(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Words whose files are named from the root: the program runs in another folder."""
+    """Make paths to existing files in a command absolute, because the program runs in another
+    folder."""
     return tuple(str(Path(word).absolute()) if Path(word).is_file() else word for word in words)
 
 
 def _identity(text: str, words: tuple[str, ...]) -> str:
-    """The words, and the content of the files that they name."""
+    """Return a string that identifies a command by its text and the contents of the files in it."""
     files = [Path(word) for word in words if Path(word).is_file()]
     return f"{text} {[digest(file.read_bytes()) for file in files]}"

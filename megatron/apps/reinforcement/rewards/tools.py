@@ -1,7 +1,7 @@
-"""Tool calls as texts have them, for environments. The standard library is enough: environments
-run in processes that import no other module of the trainer.
+"""Tool calls in the model's text, for environments. Only the standard library is needed, because
+environments run in processes that import no other module of the trainer.
 
-A call is the form that Hermes and Qwen write:
+A call has the format of Hermes and Qwen:
 
     <tool_call>
     {"name": "calculate", "arguments": {"expression": "2 + 3"}}
@@ -21,10 +21,10 @@ Message = dict[str, Any]
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool in a text.
+    """Tool call in a text.
 
     Attributes:
-        problem: of a malformed call; else empty.
+        problem: error message if the call is malformed, else empty.
     """
 
     name: str
@@ -33,7 +33,7 @@ class ToolCall(NamedTuple):
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """The calls of a text, in its order."""
+    """Return the tool calls of a text, in order."""
     return [_call(source) for source in _CALL.findall(text)]
 
 
@@ -51,30 +51,31 @@ def _call(source: str) -> ToolCall:
 
 
 class ToolEnvironment:
-    """An environment that answers tool calls by methods of its class, and ends with the first text
-    without a call. Subclasses name the methods in ``tools``, and may give a reward at the end.
+    """Environment that answers tool calls by calling methods of its class, and ends with the first
+    turn without a call. Subclasses list the methods in ``tools``, and may override :meth:`reward`.
 
     Attributes:
-        prompt: its ``text`` and ``columns``.
+        prompt: the prompt, with its ``text`` and ``columns``.
     """
 
     tools: Sequence[str] = ()
     prompt: Any = None
 
     def reset(self, prompt: Any) -> list[Message] | None:
-        """Begin an episode. Return messages that follow the prompt, if any."""
+        """Begin an episode. Return messages to append to the prompt, or None."""
         self.prompt = prompt
         return None
 
     def step(self, text: str) -> tuple[list[Message], float | None, bool]:
-        """Return the messages that follow a text of the model, its reward, and True at the end."""
+        """Return the messages that respond to a turn of the model, the reward or None, and whether
+        the episode ends."""
         calls = tool_calls(text)
         if not calls:
             return [], self.reward(text), True
         return [self._answer(call) for call in calls], None, False
 
     def reward(self, text: str) -> float | None:
-        """Return the reward of an episode by its last text; None leaves it to other rewards."""
+        """Return the reward of an episode, given its last turn. None gives no reward."""
         return None
 
     def _answer(self, call: ToolCall) -> Message:

@@ -1,7 +1,8 @@
-"""Rewards of texts that a program can check: functions with trl's arguments, each a number from 0
-to 1, or None where a record has nothing to compare with. They run in confined processes.
+"""Rewards that a program can verify. They are functions with trl's arguments, run in confined
+processes, that return one reward for each completion, or None if its record has nothing to compare
+with.
 
-Code of texts is run by the keeper itself; this finds the code and the tests.
+Code in completions is run by the keeper itself. This module only extracts code and tests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 Completions = Sequence[Any]
-"""Texts, or lists of messages."""
+"""Completions as strings, or as lists of messages."""
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]{0,80}(?:\.\d{0,80})?|\.\d{1,80})(?:[eE][-+]?\d{1,3})?")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{(\d{1,80})\}\{(\d{1,80})\}|([-+]?\d{1,80})/(\d{1,80})")
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-9
@@ -24,7 +25,7 @@ _LONGEST_JSON = 1 << 20
 
 
 def text_of(completion: Any) -> str:
-    """Return the text, or the text of the model's last message."""
+    """Return the completion's text, or the text of the model's last message."""
     if isinstance(completion, str):
         return completion
     own = [m for m in completion if m.get("role", "assistant") == "assistant"]
@@ -32,8 +33,9 @@ def text_of(completion: Any) -> str:
 
 
 def number(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
-    r"""1 where the number of a text equals the answer's: the one in the last \\boxed{}, else the
-    last one. Whole numbers must be equal, others within 1e-6 of the larger."""
+    r"""Return, for each completion, 1 if its number equals the answer's, else 0. The number is the
+    one in the last \\boxed{}, or else the last number in the text. Integers must be equal; other
+    numbers may have a relative difference of 1e-6."""
     return [
         None if (right := last_number(_plain(expected))) is None else _equal(text, right)
         for text, expected in zip(map(text_of, completions), answer, strict=True)
@@ -50,8 +52,8 @@ def _equal(text: str, right: Fraction | float) -> float:
 
 
 def last_number(text: str) -> Fraction | float | None:
-    r"""The number in the last \\boxed{} of a text, if it is one, else the last number; None without
-    any. Decimals and fractions are exact."""
+    r"""Return the number in the last \\boxed{} of a text, or else the text's last number, or None
+    if it has no number. Decimals and fractions are exact."""
     boxes = boxed(text)
     for part in (*boxes[-1:], text):
         fractions = [(match.end(), match) for match in _FRACTION.finditer(part)]
@@ -73,7 +75,7 @@ def last_number(text: str) -> Fraction | float | None:
 
 
 def boxed(text: str) -> list[str]:
-    r"""The contents of \\boxed{}, whose braces are balanced."""
+    r"""Return the contents of each \\boxed{} with balanced braces."""
     contents = []
     start = text.find("\\boxed{")
     while start >= 0:
@@ -90,8 +92,8 @@ def boxed(text: str) -> list[str]:
 
 
 def exact(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
-    r"""1 where a text, or its last \\boxed{}, equals the answer, or one of a list of answers,
-    ignoring surrounding space."""
+    r"""Return 1 if a completion, or its last \\boxed{}, equals the answer or one of a list of
+    answers, ignoring surrounding white space, else 0."""
     rewards: list[float | None] = []
     for text, expected in zip(map(text_of, completions), answer, strict=True):
         if expected is None:
@@ -104,15 +106,15 @@ def exact(completions: Completions, answer: Sequence[Any], **_: Any) -> list[flo
 
 
 def _plain(value: Any) -> str:
-    """An answer as text: whole floats, as tables have them, without their decimals."""
+    """Convert an answer to text. Whole floats, as stored in tables, lose their decimals."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return "" if value is None else str(value)
 
 
 def json_schema(completions: Completions, schema: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where a text, or its last block of code, is JSON that agrees with the schema of its record,
-    an object or its JSON; None for a record without one."""
+    """Return 1 if a completion, or its last code block, is JSON that satisfies the record's schema
+    (an object, or JSON text), else 0. Return None for a record without a schema."""
     rewards: list[float | None] = []
     for text, expected in zip(map(text_of, completions), schema, strict=True):
         if isinstance(expected, str):
@@ -143,12 +145,12 @@ def _no_constant(name: str) -> Any:
 
 
 def code_of(text: str) -> str:
-    """The last block of Python of a text, or the whole text."""
+    """Return the last Python code block of a text, or the whole text if it has none."""
     return _last_block(text, ("python", "py", ""))
 
 
 def _last_block(text: str, kinds: Sequence[str]) -> str:
-    """The last fenced block of one of these languages, or the whole text."""
+    """Return the last fenced block in one of these languages, or the whole text if it has none."""
     blocks = [
         body
         for words, body in _FENCED.findall(text)
@@ -158,8 +160,8 @@ def _last_block(text: str, kinds: Sequence[str]) -> str:
 
 
 def tests_of(value: Any) -> list[Any]:
-    """Tests of a record: one or a list of statements, or of objects with "input" and "output", or
-    their JSON. Raises ValueError."""
+    """Return a record's tests: a list of statements, or of objects with "input" and "output". The
+    column may contain a single test, a list, or a list as JSON. Raises ValueError otherwise."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = json.loads(value)
     tests = value if isinstance(value, list) else [value]
@@ -175,7 +177,8 @@ def tests_of(value: Any) -> list[Any]:
 
 
 def think_format_reward(completions: Completions, **_: Any) -> list[float]:
-    """1 where a text begins with one block of <think> and </think>, as trl (1.16) defines it."""
+    """Return 1 if a completion begins with one block of <think> and </think>, as in trl 1.16, else
+    0."""
     rewards = []
     for text in map(text_of, completions):
         inside = text.removeprefix("<think>")
@@ -185,7 +188,7 @@ def think_format_reward(completions: Completions, **_: Any) -> list[float]:
 
 
 def repetition_penalty_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Return minus the share of repeated token trigrams, as in trl 1.16 by default."""
+    """Return minus the fraction of repeated token trigrams, as in trl 1.16 by default."""
     rewards = []
     for ids in completion_ids:
         triples = list(zip(ids, ids[1:], ids[2:], strict=False))
@@ -196,7 +199,7 @@ def repetition_penalty_reward(completion_ids: Sequence[Sequence[int]], **_: Any)
 def accuracy_reward(
     completions: Completions, solution: Sequence[str], **_: Any
 ) -> list[float | None]:
-    """trl's own function, by the package math-verify."""
+    """Call trl's function of the same name, which uses the package math-verify."""
     rewards = importlib.import_module("trl.rewards")
     messages = [[{"role": "assistant", "content": text_of(each)}] for each in completions]
     result: list[float | None] = rewards.accuracy_reward(messages, solution=list(solution))

@@ -1,5 +1,6 @@
-"""Embeddings of chunks of text, whose distances determine neighbours; and embeddings without a
-model: hashed words and pairs of words (Weinberger et al. 2009)."""
+"""Embeddings of text chunks, whose distances determine neighbours. This file contains the
+interface, and an embedder without a model that hashes words and word pairs (Weinberger et al.
+2009)."""
 
 from __future__ import annotations
 
@@ -23,28 +24,29 @@ F = TypeVar("F", bound=EmbedderFlags)
 
 _WORDS = re.compile(r"\w+|[^\w\s]")
 _ODD, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
-"""2**64 divided by the golden ratio, by which a product mixes the bits of a number; half of its
+"""2**64 divided by the golden ratio, a factor that mixes the bits of a hash; and half of 64
 bits."""
 
 
 class Embedder(Protocol):
-    """Turns texts into vectors of ``width`` elements. A text's vector does not depend on the others
-    beyond rounding. ``identity`` is JSON of all that the vectors depend on."""
+    """Embedder of texts as vectors of ``width`` elements. The embedding of a text does not depend
+    on other texts, apart from rounding. ``identity`` is a JSON object of everything that the
+    embeddings depend on."""
 
     width: int
     identity: Mapping[str, Any]
 
     def lengths(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Tokens of each text, [n], without special ones and before it is cut."""
+        """Return the number of tokens of each text, [n], before truncation and special tokens."""
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """A vector for each text, [n, width]; zeros for one without tokens."""
+        """Return an embedding of each text, [n, width]. A text without tokens gets zeros."""
 
 
 def build_embedder(config: EmbedderFlags, settings: Settings | None = None) -> Embedder:
-    """The embedder of the flags. ``settings`` are the flags of training next to them: ``--load``,
-    sizes, tokenizer and precision of the BERT. Raises ConfigError, CheckpointError or OSError,
-    naming flag and file, if it cannot be used."""
+    """Return the embedder that the flags describe. ``settings`` are training flags; a BERT uses
+    ``--load``, sizes, tokenizer and precision from them. Raises ConfigError, CheckpointError or
+    OSError, naming the flag and file, if one cannot be used."""
     settings = settings or {}
     kind = embedder_type(config, settings)
     if kind == "megatron":
@@ -64,8 +66,8 @@ def build_embedder(config: EmbedderFlags, settings: Settings | None = None) -> E
 
 
 def completed_flags(config: F, settings: Settings) -> F:
-    """Return the flags completed by the training flags, with absolute paths: they create the same
-    embedder without ``settings``."""
+    """Return the flags, completed from the training flags and with absolute paths, so that they
+    describe the same embedder without ``settings``."""
 
     def of_training(name: str) -> Any:
         return settings[name].value if name in settings else None
@@ -86,29 +88,29 @@ def completed_flags(config: F, settings: Settings) -> F:
 
 
 def embedder_type(config: EmbedderFlags, settings: Settings) -> str:
-    """Return the given type, or the one that the other flags imply."""
+    """Return the embedder type that is set, or the one that the other flags imply."""
     if config.bert_embedder_type is not None:
         return config.bert_embedder_type
     return "megatron" if config.bert_load or "load" in settings else "hashing"
 
 
 def chunk_texts(tokenizer: Tokenizer, tokens: Iterable[np.ndarray]) -> list[str]:
-    """The text of chunks of tokens, int64 [...] each, without end-of-document tokens."""
+    """Return the text of each chunk of tokens (int64 [...]), without end-of-document tokens."""
     eod = tokenizer.eod
     return [tokenizer.detokenize(row[row != eod].tolist()) for row in tokens]
 
 
 class HashingEmbedder:
-    """Counts words and pairs of neighbouring words, without case, each in the column and with the
-    sign that its hash says; a count n adds 1 + ln n. Vectors have the length 1, so that the
-    smallest L2 distance is the largest cosine."""
+    """Embedder that counts words and pairs of adjacent words, ignoring case. The hash of a word or
+    pair determines its column and sign; a count of n contributes 1 + ln n. Embeddings are
+    normalised to length 1, so that the smallest L2 distance means the largest cosine similarity."""
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.identity: Mapping[str, Any] = {"type": "hashing", "width": width}
 
     def lengths(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Words and punctuation marks of each text, [n]."""
+        """Return the number of words and punctuation marks of each text, [n]."""
         return np.array([len(_words(text)) for text in texts], np.int64)
 
     def embed(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -152,6 +154,6 @@ def _hash(word: str) -> int:
 
 
 def _mixed(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Numbers whose upper and lower bits depend on all of the given ones."""
+    """Mix hashes, so that all bits of each result depend on all bits of the hash."""
     hashes = hashes * _ODD
     return (hashes ^ (hashes >> _HALF)) * _ODD

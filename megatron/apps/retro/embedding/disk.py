@@ -1,4 +1,4 @@
-"""Vectors of texts in files, block after block over several processes: ``tools/bert_embedding``."""
+"""``tools/bert_embedding``: embeddings of texts, computed in parallel and stored in files."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
 ARRAY = "data"
-"""Name of the vectors in a file, [n, width]."""
+"""Name of the array of embeddings in each file, [n, width]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextEmbeddingConfig(EmbedderFlags):
-    """Embedding of texts: which ones, where to, and by which model."""
+    """Embedding of texts: input, output and model."""
 
     input: str | None = option(None)
-    """File with a text per line, or with --json-key one in each JSON object (.jsonl, .json)."""
+    """File with one text per line, or one JSON object per line (.jsonl, .json) that contains the
+    text under --json-key."""
     json_key: str = option("text")
-    """Key of the text of a JSON line."""
+    """Key of the text in each JSON object."""
     output: str | None = option(None)
-    """Folder for the files START-END.hdf5, each with the vectors of a block of texts."""
+    """Output folder for the files START-END.hdf5, each with the embeddings of a block of texts."""
     block_size: int = option(100_000, bounds=POSITIVE)
-    """Texts of a file."""
+    """Number of texts per output file."""
 
 
 def run_embedding(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Embeds the texts of a command line. ValueError or OSError, naming flag or file, if one cannot
-    be used."""
+    """Embed the texts that the command line selects. Raises ValueError or OSError, naming the flag
+    or file, if one cannot be used."""
     config, settings = RunToolParser(TextEmbeddingConfig, description).parse(argv)
     if config.input is None:
         raise ConfigError("--input is missing: the file of texts")
@@ -57,7 +58,7 @@ def run_embedding(description: str | None, argv: Sequence[str] | None = None) ->
         raise ConfigError("--output is missing: the folder for the vectors")
     if not Path(config.input).is_file():
         raise ConfigError(f"--input {config.input}: there is no such file")
-    needed_h5py()  # not after hours of work
+    needed_h5py()  # fail now rather than after hours of work
     processes = start_processes(settings, argv)
     folder, texts = Path(config.output), texts_of(config.input, config.json_key)
     if is_main_process():
@@ -70,8 +71,8 @@ def run_embedding(description: str | None, argv: Sequence[str] | None = None) ->
 
 
 def texts_of(path: str, key: str) -> list[str]:
-    """The texts of a file: its lines, or the values of a key of JSON lines. Raises ValueError,
-    which names file and line."""
+    """Return the texts of a file: its lines, or the values of ``key`` in JSON lines. Raises
+    ValueError, naming the file and line, if a line is malformed."""
     try:
         lines = Path(path).read_text("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -91,14 +92,16 @@ def texts_of(path: str, key: str) -> list[str]:
 
 
 class DiskEmbedder:
-    """Writes the vectors of texts in blocks, each process its share. Those of the same texts and
-    embedder that exist are not computed again."""
+    """Writer of embeddings in blocks, which the processes share. Existing blocks of the same texts
+    and embedder are not recomputed."""
 
     def __init__(self, embedder: Embedder, block_size: int = 100_000) -> None:
         self.embedder, self.block_size = embedder, block_size
 
     def embed(self, folder: Path, texts: Sequence[str]) -> int:
-        """Returns the number of files. ValueError or OSError if one cannot be written."""
+        """Write the embeddings of texts, and return the number of files. Collective: every process
+        must call it. Raises OSError if a file cannot be written, and ValueError if a file cannot be
+        read."""
         if is_main_process():
             content = digest_of_parts(text.encode("utf-8", "surrogatepass") for text in texts)
             identity, size = dict(self.embedder.identity), self.block_size
@@ -114,8 +117,8 @@ class DiskEmbedder:
 
 
 def stored_vectors(folder: Path) -> npt.NDArray[np.float32]:
-    """The vectors of a folder in the order of the texts, [n, width]. Raises ValueError or OSError
-    if a file is missing or damaged."""
+    """Return the embeddings stored in a folder, in the order of the texts, [n, width]. Raises
+    ValueError or OSError if a file is missing or damaged."""
     files = sorted(folder.glob("*-*.hdf5"))
     if not files:
         raise ConfigError(f"{folder} has no vectors")
@@ -129,7 +132,7 @@ def embedder_of(
     max_length: int = 256,
     settings: Settings | None = None,
 ) -> Embedder:
-    """The embedder of a model's folder; ``kind`` as in --bert-embedder-type."""
+    """Return the embedder in a model folder. ``kind`` is a value of --bert-embedder-type."""
     flags = EmbedderFlags(
         bert_embedder_type=kind,
         bert_load=load,

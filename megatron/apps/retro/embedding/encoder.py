@@ -1,6 +1,6 @@
-"""An embedder by a model of tokens: micro batches of texts, sorted by length, and their vectors.
+"""Base class of embedders that run a token model on micro batches of texts with similar lengths.
 
-Shape suffixes: B micro batch, S tokens, H hidden, V vector.
+Shape suffixes: B micro batch, S tokens, H hidden, V embedding width.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from megatron.features.evaluation.checkpoints import MULTIPLE
 from megatron.util.digests import digest_of_parts
 
 CPU_TOKENS = 2048
-"""Most tokens of a batch on a CPU: with more of them the states of a layer leave its caches."""
+"""Maximum tokens per batch on a CPU. Hidden states of larger batches exceed the cache."""
 Rows = Sequence[Sequence[int] | npt.NDArray[np.int32]]
-"""The tokens of texts, without special ones."""
+"""Tokens of each text, without special tokens."""
 
 
 def readable(text: str) -> str:
-    """A text without the ends of documents that GPT-2's tokenizer writes, which no embedder
-    reads."""
+    """Return a text without GPT-2's end-of-document markers, which embedders cannot read."""
     return text.replace("<|endoftext|>", "")
 
 
 class TokenBatch(NamedTuple):
-    """Texts of similar lengths.
+    """Batch of texts of similar lengths.
 
     Attributes:
-        texts: their numbers, [B].
-        tokens_BS: special tokens included, then padding; int64.
-        lengths_B: tokens of each that are no padding; int64.
+        texts: indices of the texts, [B].
+        tokens_BS: token ids, including special tokens, then padding; int64.
+        lengths_B: number of tokens of each text without padding; int64.
     """
 
     texts: npt.NDArray[np.int64]
@@ -58,9 +57,9 @@ class TokenBatch(NamedTuple):
 
 
 class EncoderEmbedder(ABC):
-    """An :class:`~megatron.apps.retro.embedding.Embedder` by an encoder on ``device``, which reads
-    ``most`` tokens of a text, among them the special ones ``before`` and ``after`` it, and ``size``
-    texts at a time."""
+    """An :class:`~megatron.apps.retro.embedding.Embedder` that runs an encoder on ``device``. It
+    reads at most ``most`` tokens of a text, including the special tokens ``before`` and ``after``
+    the text. A batch has at most ``size`` texts."""
 
     width: int
     identity: Mapping[str, Any]
@@ -76,7 +75,7 @@ class EncoderEmbedder(ABC):
 
     @abstractmethod
     def vectors(self, batch: TokenBatch) -> Tensor:
-        """Vectors of a batch, [B, V], on ``device``."""
+        """Return the embeddings of a batch, [B, V], on ``device``."""
 
     def lengths(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
         return np.array([len(row) for row in self.tokens(texts)], np.int64)
@@ -85,7 +84,7 @@ class EncoderEmbedder(ABC):
         return self.embed_tokens(self.tokens(texts))
 
     def embed_tokens(self, rows: Rows) -> npt.NDArray[np.float32]:
-        """The vector of each text, [n, V]; zeros without tokens."""
+        """Return the embedding of each text, [n, V]. A text without tokens gets zeros."""
         vectors = np.zeros((len(rows), self.width), np.float32)
         with torch.inference_mode():
             for batch in self._batches(rows):
@@ -94,7 +93,7 @@ class EncoderEmbedder(ABC):
         return vectors
 
     def _batches(self, rows: Rows) -> Iterator[TokenBatch]:
-        """The longest texts come first: memory might not suffice for them."""
+        """Yield batches, longest texts first, so that running out of memory shows immediately."""
         first, special = len(self.before), len(self.before) + len(self.after)
         inner = np.minimum(np.fromiter(map(len, rows), np.int64, len(rows)), self.most - special)
         order = np.argsort(-inner, kind="stable")
@@ -117,8 +116,8 @@ class EncoderEmbedder(ABC):
 
 
 def mean_inside(states_BSH: Tensor, lengths_B: Tensor, before: int = 1, after: int = 1) -> Tensor:
-    """Means over the tokens between the special ones, in float32 or more, [B, H]: with one before
-    and one after them those at positions 1 to length - 2, as in Megatron's Retro."""
+    """Return the mean over the tokens between the special tokens, in float32 or wider, [B, H]. With
+    one special token at each end, these are positions 1 to length - 2, as in Megatron's Retro."""
     dtype = torch.promote_types(states_BSH.dtype, torch.float32)
     places_S = torch.arange(states_BSH.shape[1], device=states_BSH.device)
     inside_BS = (places_S >= before) & (places_S < lengths_B[:, None] - after)
@@ -127,7 +126,7 @@ def mean_inside(states_BSH: Tensor, lengths_B: Tensor, before: int = 1, after: i
 
 
 def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of weights by name, in their dtype of use, in any order."""
+    """Return a digest of named weights, in any order, in the dtype in which they are used."""
     parts: list[str | memoryview] = []
     for name, weight in sorted(weights, key=lambda item: item[0]):
         flat = weight.detach().cpu().contiguous().view(-1)

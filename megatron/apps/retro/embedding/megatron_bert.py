@@ -1,4 +1,4 @@
-"""Vectors of a BERT in any format that can be loaded here, with this project's layers."""
+"""Embedder that runs a BERT with this project's layers, from any supported checkpoint."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ _USED = {
     ),
     *("family", "load", "load_tag", "use_checkpoint_args"),
 }
-"""The flags of training that describe a model, its tokenizer and its checkpoint."""
+"""Training flags that describe a model, its tokenizer and its checkpoint."""
 _OF_HEADS = {"head", "num_labels", "label_names", "bert_binary_head", "lm_head_activation"}
 _OWN = {
-    # Batches have many shapes.
+    # Batch shapes vary too much for compilation.
     "torch_compile": Setting("off", "this program"),
-    # A model for labelled text takes texts without what its training predicts; the head is not run.
+    # This head accepts texts without pretraining targets. It is not run.
     "head": Setting("span", "this program"),
 }
 
 
 class MegatronEmbedder(EncoderEmbedder):
-    """Means of a BERT's last hidden states over the tokens of a text, without [CLS] and [SEP]."""
+    """Embedder that averages a BERT's last hidden states between [CLS] and [SEP]."""
 
     def __init__(
         self, engine: Evaluator, tokenizer: Tokenizer, batch_size: int, max_length: int
     ) -> None:
-        """``max_length`` are the tokens that are read of a text, special ones included."""
+        """``max_length`` is the maximum number of tokens read of a text, with special tokens."""
         self._begin, self._tokenizer = engine.spec.begin, tokenizer
         model, heads = engine.config.model, engine.spec.head_parts
         positions = model.positions
@@ -104,9 +104,9 @@ class MegatronEmbedder(EncoderEmbedder):
 
 
 def build_megatron_embedder(config: EmbedderFlags, settings: Settings) -> MegatronEmbedder:
-    """The embedder of ``--bert-load``, or else ``--load``, on this process alone, whatever layout
-    the checkpoint was written in. Raises ConfigError, CheckpointError or OSError, naming flag and
-    file, if it cannot be used."""
+    """Return the embedder of ``--bert-load``, or else ``--load``. It runs in a single process,
+    whatever the layout in the checkpoint. Raises ConfigError, CheckpointError or OSError, naming
+    the flag and file, if one cannot be used."""
     described = _bert_settings(config, settings)
     checkpoint = _checkpoint(described)
     used, _ = evaluation_settings(checkpoint_settings(described))
@@ -134,7 +134,8 @@ def _checkpoint(settings: Settings) -> FoundCheckpoint:
 
 
 def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
-    """The flags that describe the BERT: flags of training, replaced by the embedder's."""
+    """Return the settings that describe the BERT: the training flags, overridden by the embedder's
+    flags."""
     used = {name: setting for name, setting in settings.items() if name in _USED}
     for name, flag, value in (
         ("load", "--bert-load", config.bert_load),
@@ -152,14 +153,14 @@ def _bert_settings(config: EmbedderFlags, settings: Settings) -> Settings:
 
 
 def _computed(flags: ModelFlags) -> dict[str, Any]:
-    """Return the flags that determine what is computed with the weights, without a head's flags."""
+    """Return the model flags that affect the embeddings. Flags of output heads are left out."""
     names = {*names_of("weights", ModelFlags), *names_of("results", ModelFlags)} - _OF_HEADS
     return {name: getattr(flags, name) for name in names}
 
 
 def _tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Digest of the vocabulary, and of a text that shows what becomes of case, accents and
-    spaces."""
+    """Return a digest of the vocabulary and of a tokenized sample text, which shows how the
+    tokenizer treats case, accents and spaces."""
     special = tokenizer.cls, tokenizer.sep, tokenizer.pad
     shown = tokenizer.tokenize_sentences(["An Example: Café  naïve 力加 don't\n1,234 x_y"])[0]
     vocabulary = b"\0".join(tokenizer.token_bytes)

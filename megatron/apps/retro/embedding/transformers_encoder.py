@@ -1,8 +1,9 @@
-"""Vectors of an encoder of transformers, or of a folder of sentence-transformers, whose
-``modules.json`` and the folders that it names say how states become vectors; that package is not
-needed.
+"""Embedder that runs an encoder of transformers, or a sentence-transformers folder.
 
-Shape suffixes: B texts, S tokens, H hidden, V vector.
+In a sentence-transformers folder, ``modules.json`` and the folders listed there define how
+embeddings are computed from hidden states. The package sentence-transformers itself is not needed.
+
+Shape suffixes: B texts, S tokens, H hidden, V embedding width.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron.util.json_text import parse_json
 
 _LIST = "modules.json"
 _POOLER = "pooler."
-"""Parameters that the last hidden states do not depend on; many files lack them."""
+"""Prefix of parameters that do not affect the last hidden states. Many files lack them."""
 _POOLINGS = {
     "cls": "cls_token",
     "max": "max_tokens",
@@ -48,15 +49,16 @@ _POOLINGS = {
     "weightedmean": "weightedmean_tokens",
     "lasttoken": "lasttoken",
 }
-"""The keys of older versions, where each pooling has its own; several are concatenated in this
-order."""
+"""Key of each pooling mode in older versions, which have one key per mode. If several modes are
+set, their results are concatenated in this order."""
 VectorStep = Callable[[Tensor], Tensor]
-"""From vectors [B, V] to others."""
+"""Function that transforms embeddings [B, V]."""
 
 
 class TransformersEmbedder(EncoderEmbedder):
-    """A text's vector is the mean of the last hidden states of its tokens, without the special ones
-    around it; in a folder of sentence-transformers what its modules make of all of them."""
+    """Embedder that averages the last hidden states of a text's tokens, without the special tokens
+    around the text. In a sentence-transformers folder, the modules compute the embedding from all
+    tokens instead."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class TransformersEmbedder(EncoderEmbedder):
         batch_size: int,
         max_length: int,
     ) -> None:
-        """``max_length`` are the tokens that are read of a text, special ones included."""
+        """``max_length`` is the maximum number of tokens read of a text, with special tokens."""
         self._model, self._tokenizer, self._modules = model, tokenizer, modules
         self.before, self.after = _around(tokenizer)
         self.most, self.size, self.pad = max_length, batch_size, tokenizer.pad_token_id or 0
@@ -110,9 +112,9 @@ class TransformersEmbedder(EncoderEmbedder):
 
 
 def build_transformers_embedder(config: EmbedderFlags, settings: Settings) -> TransformersEmbedder:
-    """The embedder of the folder ``--bert-load``, or else ``--load``; nothing is downloaded, and
-    code in the folder is not run. Raises ConfigError, naming flag and folder, if it cannot be
-    used."""
+    """Return the embedder of the folder ``--bert-load``, or else ``--load``. Nothing is downloaded,
+    and no code in the folder is run. Raises ConfigError, naming the flag and folder, if it cannot
+    be used."""
     given = settings.get("load")
     folder = config.bert_load or (None if given is None else given.value)
     if folder is None:
@@ -154,8 +156,8 @@ def build_transformers_embedder(config: EmbedderFlags, settings: Settings) -> Tr
 
 
 def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
-    """Return the model without a head; the encoder of an encoder-decoder. Raises ConfigError if the
-    files lack weights, which transformers would initialise at random."""
+    """Return the model without a head, or the encoder of an encoder-decoder. Raises ConfigError if
+    the files lack weights, which transformers would otherwise initialise randomly."""
     from transformers import AutoModel
 
     with quiet_transformers():
@@ -177,25 +179,25 @@ def _encoder(folder: Path, dtype: torch.dtype, flag: str) -> Any:
 
 
 def _computed(config: Any) -> dict[str, Any]:
-    """The settings of a model without what says where it is from."""
+    """Return the settings of a model, except those that only describe where it comes from."""
     settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     unused = ("_name_or_path", "transformers_version", "architectures")
     return {name: value for name, value in settings.items() if name not in unused}
 
 
 def _positions(model: Any) -> int:
-    """Tokens that there are positions for; a large number without a limit."""
+    """Return a model's number of positions, or a very large number if it has no limit."""
     table = next(
         (m for name, m in model.named_modules() if name.endswith("position_embeddings")), None
     )
     if not isinstance(table, torch.nn.Embedding):
         return sys.maxsize
-    # RoBERTa's positions begin after its padding.
+    # RoBERTa's positions start after its padding index.
     return table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens before and after a text."""
+    """Return the special tokens that the tokenizer puts before and after a text."""
     whole = tokenizer("a")["input_ids"]
     inner = tokenizer("a", add_special_tokens=False)["input_ids"]
     for start in range(len(whole) - len(inner) + 1):
@@ -205,13 +207,17 @@ def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 class SentenceModules:
-    """The modules of a folder of sentence-transformers: ``encoder`` is the folder of the
-    transformer, ``max_length`` the tokens that are read of a text (None for any number), ``prompt``
-    is put before each text, ``weights`` are those of the steps after the pooling, by name, and
-    ``description`` has the settings, as JSON."""
+    """Modules of a sentence-transformers folder.
+
+    Attributes:
+        encoder: folder of the transformer.
+        max_length: maximum number of tokens of a text to read; None for no limit.
+        prompt: prefix added to each text.
+        weights: weights of the steps after pooling, by name.
+        description: settings of all modules, as JSON values."""
 
     def __init__(self, folder: Path, flag: str, device: torch.device) -> None:
-        """Raises ConfigError, naming ``flag``, if the folder has a module that is not known here;
+        """Read the modules. Raises ConfigError, naming ``flag``, if a module is not supported, and
         OSError or ValueError if a file is missing or malformed."""
         named = _modules(folder, flag)
         (_, self.encoder), (_, pooling), *others = named
@@ -241,7 +247,7 @@ class SentenceModules:
         self.description = [settings, self.prompt, *described]
 
     def vectors(self, states_BSH: Tensor, lengths_B: Tensor) -> Tensor:
-        """[B, V] of the states of texts."""
+        """Return the embeddings [B, V] of texts, given their hidden states."""
         pooled = [_pooled(name, states_BSH, lengths_B) for name in self._poolings]
         vectors_BV = torch.cat(pooled, 1)
         for step in self._steps:
@@ -250,7 +256,7 @@ class SentenceModules:
 
 
 def _modules(folder: Path, flag: str) -> list[tuple[str, Path]]:
-    """The kinds and folders of the modules that a folder lists."""
+    """Return the kind and folder of each module that a sentence-transformers folder lists."""
     entries = parse_json(read_regular(folder / _LIST), f"{flag}: {folder / _LIST}", lenient=True)
     if not isinstance(entries, list) or not all(map(_is_entry, entries)):
         raise ValueError(
@@ -274,7 +280,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty if the file does not exist."""
+    """Return the JSON object of a file, or an empty dictionary if the file does not exist."""
     if not path.is_file():
         return {}
     content = parse_json(read_regular(path), str(path), lenient=True)
@@ -300,7 +306,7 @@ def _poolings(settings: dict[str, Any], where: str) -> Sequence[str]:
 
 
 def _pooled(name: str, states_BSH: Tensor, lengths_B: Tensor) -> Tensor:
-    """A pooling [B, H] of the states of texts, padded on the right."""
+    """Return the pooled hidden states of texts, [B, H]. Texts must be padded on the right."""
     if name == "cls":
         return states_BSH[:, 0]
     if name == "lasttoken":

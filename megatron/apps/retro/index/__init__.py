@@ -1,7 +1,7 @@
-"""Indices of the vectors of a database's chunks: which one is made, and which files it has.
+"""Indices of the embeddings of a database's chunks: building and opening them, and their files.
 
-Files have upstream's names: ``TYPE/STRING/empty_TRAIN.faissindex`` of index-train and
-``added_TRAIN_ADD.faissindex`` of index-add, with the fractions that were loaded.
+Files have upstream's names: index-train writes ``TYPE/STRING/empty_TRAIN.faissindex``, and
+index-add ``added_TRAIN_ADD.faissindex``, where TRAIN and ADD are the fractions that were loaded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NAMES = {
 
 
 def build_index(flags: IndexFlags, count: int, width: int) -> VectorIndex:
-    """An empty index for ``count`` vectors. ConfigError if ``--retro-index-str`` is not known, does
-    not fit the width, or needs faiss where that is not installed."""
+    """Return an empty index for ``count`` vectors. Raises ConfigError if ``--retro-index-str`` is
+    unknown, does not fit ``width``, or needs faiss and faiss is not installed."""
     parts = index_parts(flags, count, width)
     if parts.is_exact:
         return ExactIndex(width, training_device())
@@ -41,9 +41,9 @@ def build_index(flags: IndexFlags, count: int, width: int) -> VectorIndex:
 def open_index(
     project: RetroProject, embedder: Embedder, flags: IndexFlags | None = None
 ) -> VectorIndex:
-    """The finished index of a project that the flags describe, with their thoroughness of search.
-    Raises ConfigError unless exactly one index matches, or if its embedder differs; ValueError if a
-    file is damaged."""
+    """Open the project's finished index that matches the flags, with the flags' search settings.
+    Raises ConfigError unless exactly one index matches and was built with this embedder, and
+    ValueError if a file is damaged."""
     flags = flags or IndexFlags()
     files = existing_files(project.index_folder, flags, "index-add")
     description = files.read_description()
@@ -62,7 +62,7 @@ def open_index(
 
 @dataclass(frozen=True)
 class IndexFiles:
-    """The files of an index, ``text`` in faiss's notation, in the folder of a project's indices."""
+    """Files of an index in a project's index folder. ``text`` is the index in faiss's notation."""
 
     folder: Path
     type: str
@@ -76,38 +76,39 @@ class IndexFiles:
 
     @property
     def empty(self) -> Path:
-        """The index of index-train."""
+        """Trained but empty index, written by index-train."""
         return self.index_folder / f"empty_{self.train_fraction:.3f}.faissindex"
 
     @property
     def added(self) -> Path:
-        """The index of index-add."""
+        """Index with all vectors, written by index-add."""
         name = f"added_{self.train_fraction:.3f}_{self.add_fraction:.3f}.faissindex"
         return self.index_folder / name
 
     @property
     def description(self) -> Path:
-        """The description of the index of index-add; written after it."""
+        """Description of the index that index-add wrote. It is written after the index itself."""
         return self.added.with_suffix(".json")
 
     @property
     def codes(self) -> Path:
-        """The folder of additions to the index, one file per block."""
+        """Folder of the codes or embeddings to add to the index, one file per block."""
         fraction = "" if self.train_fraction == 1 else f"_{self.train_fraction:.3f}"
         return self.index_folder / f"add_codes{fraction}"
 
     @property
     def training(self) -> Path:
-        """The folder of the vectors that the index learns from."""
+        """Folder of the embeddings that the index is trained on."""
         return self.folder / "train_emb"
 
     @property
     def training_vectors(self) -> Path:
-        """These vectors in one file, float32 [n, width]."""
+        """File with all embeddings that the index is trained on, float32 [n, width]."""
         return self.training / f"train_{self.train_fraction:.3f}.bin"
 
     def read_description(self) -> dict[str, Any] | None:
-        """None if index-add has not ended. ValueError if the file is damaged."""
+        """Return the description of the index, or None if index-add has not finished. Raises
+        ValueError if a file is damaged."""
         if not (self.description.is_file() and self.added.is_file()):
             return None
         try:
@@ -128,7 +129,7 @@ class IndexFiles:
 
 
 def new_files(folder: Path, flags: IndexFlags, text: str) -> IndexFiles:
-    """The files of an index that the flags describe."""
+    """Return the file names for a new index that the flags describe."""
     return IndexFiles(
         folder,
         flags.retro_index_type or INDEX_TYPES[0],
@@ -139,8 +140,8 @@ def new_files(folder: Path, flags: IndexFlags, text: str) -> IndexFiles:
 
 
 def existing_files(folder: Path, flags: IndexFlags, stage: str) -> IndexFiles:
-    """The index of a finished stage, ``index-train`` or ``index-add``, that the flags describe, as
-    far as they do. ConfigError if no index, or more than one, is so."""
+    """Return the files of a finished ``stage`` (``index-train`` or ``index-add``) that match all
+    flags that are set. Raises ConfigError if no index matches, or if several do."""
     fitting = [files for files in _indices(folder, flags, stage) if _fits(files, flags, stage)]
     if not fitting:
         given = f" --retro-index-str {flags.retro_index_str}" if flags.retro_index_str else ""
@@ -183,5 +184,5 @@ def _fits(files: IndexFiles, flags: IndexFlags, stage: str) -> bool:
 
 
 def _rounded(fraction: float | None) -> float | None:
-    """Return a fraction as it appears in file names."""
+    """Return a fraction, rounded like in file names."""
     return None if fraction is None else float(f"{fraction:.3f}")

@@ -1,4 +1,4 @@
-"""Approximate search by faiss: clusters, a graph to find them, and codes of vectors.
+"""Approximate search with faiss: clusters, a graph to find them, and compressed codes of vectors.
 
 Shape suffixes: N vectors of the index, Q queries, D elements of a vector, K neighbours, E bytes of
 a vector's code.
@@ -20,17 +20,19 @@ from megatron.config import ConfigError
 from megatron.util.files import open_regular, replacing, sync_path
 
 _QUIET_COMPARISONS = 10**9
-"""Comparisons of vectors with clusters in a step of learning, above which faiss prints steps."""
+"""Number of comparisons of vectors with clusters per training iteration above which faiss shows
+progress."""
 _HEADER = struct.Struct("<4siq")
-"""The begin of a file of faiss: its kind, the vectors' width and number."""
+"""Beginning of a faiss file: type of the index, width and number of vectors."""
 
 
 class FaissIndex:
-    """An index of faiss. With one thread (OMP_NUM_THREADS=1) equal vectors give equal files."""
+    """A faiss index. With one thread (OMP_NUM_THREADS=1), equal vectors give identical files."""
 
     def __init__(self, parts: IndexParts, probes: int, graph_search: int) -> None:
-        """A query is compared with ``probes`` clusters, for which the graph, if there is one,
-        visits ``graph_search``. ConfigError if faiss is not installed."""
+        """Create an empty index. A search compares a query with ``probes`` clusters. If the index
+        has a graph, the search visits ``graph_search`` clusters to find them. Raises ConfigError if
+        faiss is not installed."""
         try:
             import faiss
         except ImportError as error:
@@ -45,7 +47,7 @@ class FaissIndex:
         return int(self._index.ntotal)
 
     def train(self, vectors_ND: Vectors) -> None:
-        """On GPUs where faiss has them."""
+        """Train the index. Clusters are computed on GPUs if faiss supports them."""
         self._parts.check_training(len(vectors_ND))
         inner, rotation = self._inner, self._rotation
         learners = [part.cp for part in (inner, getattr(inner, "pq", inner)) if hasattr(part, "cp")]
@@ -56,9 +58,10 @@ class FaissIndex:
         slow = len(vectors_ND) * self._parts.learned_entries > _QUIET_COMPARISONS
         for learner in learners:
             learner.verbose = slow
-            learner.min_points_per_centroid = 1  # faiss would warn once for each of its steps
+            learner.min_points_per_centroid = 1  # avoid a warning in each training iteration
         if self._parts.clusters is None and self._parts.code_parts is not None:
-            inner.do_polysemous_training = False  # an order of the codes that no search here uses
+            # this only orders codes for a kind of search that is not used
+            inner.do_polysemous_training = False
         if self._parts.clusters is not None and getattr(self._faiss, "get_num_gpus", int)():
             flat = self._faiss.IndexFlatL2(inner.d)
             inner.clustering_index = self._faiss.index_cpu_to_all_gpus(flat)
@@ -68,7 +71,7 @@ class FaissIndex:
 
     @property
     def _inner(self) -> Any:
-        """The index behind the rotation, if there is one."""
+        """Index without the rotation, if there is one."""
         if self._parts.rotated is None:
             return self._index
         return self._faiss.downcast_index(self._index.index)
@@ -149,7 +152,7 @@ class FaissIndex:
                 f"{path} has vectors of width {width}, the embedder gives {self._parts.width}; "
                 "remove it and repeat the stages index-train and index-add"
             )
-        if not 0 <= rows <= size:  # each vector has a byte or more
+        if not 0 <= rows <= size:  # each vector takes at least one byte
             raise ValueError(f"{damaged}: it says that it has {rows:,} vectors in {size:,} bytes")
         try:
             index = self._faiss.read_index(str(path), self._faiss.IO_FLAG_READ_ONLY)
@@ -164,7 +167,7 @@ class FaissIndex:
 
 
 def _rows(vectors: Vectors) -> Vectors:
-    """Vectors as faiss reads them: contiguous. Raises ValueError if one is not finite."""
+    """Return vectors as contiguous float32. Raises ValueError if an element is not finite."""
     rows = np.ascontiguousarray(vectors, np.float32)
     if not np.isfinite(rows).all():
         raise ValueError("a vector has elements that are not finite")

@@ -1,12 +1,12 @@
-"""An index of vectors, and the exact one: every query is compared with every vector.
+"""Interface of a vector index, and the exact index, which compares every query with every vector.
 
-The candidates are found by matrix products in float32, |y|^2 - 2 x y; the largest error of these
-products says which vectors may be among the nearest, and these are compared again in float64. So
-the result depends neither on the library of the products, nor on the number of threads or the size
-of blocks: the nearest by distance, and of equal distances the one added first.
+Candidates are found with float32 matrix products, as |y|^2 - 2 x y. A bound on the error of these
+products determines which vectors may be among the nearest; these are compared again in float64. The
+result therefore does not depend on the matrix library, the number of threads or the block size. It
+is ordered by distance, and among equal distances by when vectors were added.
 
-Shape suffixes: N vectors of the index, Q queries, D elements of a vector, E bytes of a
-vector's code, K neighbours, C candidates of all queries.
+Shape suffixes: N vectors of the index, Q queries, D elements of a vector, E bytes of a vector's
+code, K neighbours, C candidates of all queries.
 """
 
 from __future__ import annotations
@@ -25,54 +25,56 @@ from megatron.util.files import replacing, sync
 
 Vectors = npt.NDArray[np.float32]
 Nearest = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
-"""Numbers of the nearest vectors of each query, nearest first, [Q, K], -1 where there are fewer;
-their squared Euclidean distances, infinite where there are fewer."""
+"""Result of a search, nearest first: numbers of the vectors, [Q, K], and their squared Euclidean
+distances. If fewer than K exist, the remaining numbers are -1 and distances infinite."""
 
 _HEADER = struct.Struct("<4siqqq?iQ")
-"""The header of faiss's IndexFlatL2: name, width, vectors, two numbers without a meaning, whether
-it is trained, metric, elements of all vectors."""
+"""Header of faiss's IndexFlatL2: name, width, number of vectors, two unused numbers, whether the
+index is trained, metric, number of elements of all vectors."""
 _NAME, _UNUSED, _L2 = b"IxF2", 1 << 20, 1
-_QUERIES, _VECTORS = 1024, 16384  # 64 MiB of products at a time
+_QUERIES, _VECTORS = 1024, 16384  # block sizes: products of a block take 64 MiB
 _EXACT_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
-"""Elements of candidates compared in float64 at a time: on processors, as fit into a cache."""
+"""Number of elements of candidates to compare in float64 at a time. On CPUs they should fit in the
+cache."""
 
 
 class VectorIndex(Protocol):
-    """Vectors, numbered from 0 in the order in which they were added, and nearest-neighbour search
-    by Euclidean distance. Files have the format of faiss."""
+    """Index of vectors, numbered from 0 in the order in which they are added, with
+    nearest-neighbour search by Euclidean distance. Files have faiss's format."""
 
     def __len__(self) -> int: ...
 
     def train(self, vectors_ND: Vectors) -> None:
-        """Learns clusters and codes, if it has any; before the first vector is added. ValueError if
-        there are too few vectors."""
+        """Train clusters and codes, if the index has any. Must be called before vectors are added.
+        Raises ValueError if there are too few vectors."""
 
     def add(self, vectors_ND: Vectors) -> None: ...
 
     def encode(self, vectors_ND: Vectors) -> npt.NDArray[np.uint8]:
-        """The codes [N, E] of vectors, by which :meth:`add_codes` adds them."""
+        """Return the codes [N, E] of vectors, for :meth:`add_codes`."""
 
     def add_codes(self, codes_NE: npt.NDArray[np.uint8]) -> None:
-        """Adds vectors by their codes; the index is as if the vectors were added."""
+        """Add vectors, given as codes. The result equals that of adding the vectors."""
 
     def holds(self, first: int, codes_NE: npt.NDArray[np.uint8]) -> bool:
-        """True if the vectors from number ``first`` on have these codes."""
+        """Return whether the vectors from number ``first`` on have these codes."""
 
     def search(self, queries_QD: Vectors, k: int) -> Nearest: ...
 
     def save(self, path: Path) -> None:
-        """Writes a file, which appears when it is complete. OSError if it cannot be written."""
+        """Write the index to a file atomically. Raises OSError if it cannot be written."""
 
     def load(self, path: Path) -> None:
-        """Takes what a file has. ValueError if it is damaged or of another index."""
+        """Replace the content of the index by a file. Raises ValueError if the file is damaged or
+        belongs to another index."""
 
 
 class ExactIndex:
-    """The vectors themselves, as ``IndexFlatL2`` of faiss has them, in files of the same format.
-    A loaded file stays on the disk, mapped into memory; so do mapped arrays that are added."""
+    """Index that stores the vectors themselves, in the format of faiss's ``IndexFlatL2``. A loaded
+    file is not copied but mapped into memory. Arrays are added without copying, too."""
 
     def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
-        """``device`` computes the products."""
+        """Create an empty index. Matrix products are computed on ``device``."""
         self.width = width
         self._device = torch.device(device)
         self._parts: list[Vectors] = []
@@ -81,7 +83,7 @@ class ExactIndex:
         return sum(len(part) for part in self._parts)
 
     def train(self, vectors_ND: Vectors) -> None:
-        """Nothing is learned."""
+        """Do nothing, since an exact index needs no training."""
 
     def add(self, vectors_ND: Vectors) -> None:
         if vectors_ND.ndim != 2 or vectors_ND.shape[1] != self.width:
@@ -102,7 +104,7 @@ class ExactIndex:
         return np.array_equal(self.encode(self.vectors(numbers)), codes_NE)
 
     def search(self, queries_QD: Vectors, k: int) -> Nearest:
-        """Memory does not depend on the number of vectors."""
+        """Search in blocks, so that memory use does not depend on the number of vectors."""
         blocks = range(0, len(queries_QD), _QUERIES)
         nearest = [self._search_block(queries_QD[start : start + _QUERIES], k) for start in blocks]
         empty = np.empty((0, k), np.int64), np.empty((0, k), np.float32)
@@ -116,11 +118,11 @@ class ExactIndex:
         return candidates.nearest(lambda numbers_C: self._tensor(self.vectors(numbers_C)))
 
     def _tensor(self, array: Vectors) -> Tensor:
-        # A copy: mapped files are read-only, and rows of faiss's are not aligned.
+        # Copy: mapped files are read-only, and rows in faiss files are not aligned.
         return torch.from_numpy(np.array(array, np.float32, order="C")).to(self._device)
 
     def _blocks(self) -> Iterator[tuple[int, Vectors]]:
-        """Runs of vectors with the number of the first."""
+        """Yield blocks of vectors, each preceded by the number of its first vector."""
         first = 0
         for part in self._parts:
             for start in range(0, len(part), _VECTORS):
@@ -128,7 +130,7 @@ class ExactIndex:
             first += len(part)
 
     def vectors(self, numbers_C: npt.NDArray[np.int64]) -> Vectors:
-        """Vectors [C, D] by number."""
+        """Return the vectors with the given numbers, [C, D]."""
         vectors_CD = np.empty((len(numbers_C), self.width), np.float32)
         first = 0
         for part in self._parts:
@@ -168,7 +170,7 @@ class ExactIndex:
 
 
 class _Candidates:
-    """Vectors that may be among the nearest of some queries, by their scores |y|^2 - 2 x y."""
+    """Vectors that may be among the nearest to some queries, with scores |y|^2 - 2 x y."""
 
     def __init__(self, queries_QD: Tensor, k: int) -> None:
         if not bool(queries_QD.isfinite().all()):
@@ -177,14 +179,15 @@ class _Candidates:
         self._queries_QD, self._k = queries_QD, k
         self._lengths_Q = queries_QD.norm(dim=1)
         self._worst_Q = torch.full((len(queries_QD),), torch.inf, device=device)
-        """The k nearest of the vectors compared have at most this score."""
+        """Upper bound on the score of the k-th nearest vector so far, for each query."""
         self._queries_C = torch.empty(0, dtype=torch.int64, device=device)
         self._numbers_C = torch.empty(0, dtype=torch.int64, device=device)
         self._scores_C = torch.empty(0, device=device)
         self._errors_C = torch.empty(0, device=device)
 
     def compare(self, first: int, vectors_ND: Tensor) -> None:
-        """Takes the vectors of a run, numbered from ``first`` on, that may be among the nearest."""
+        """Add the vectors of a block that may be among the nearest. ``first`` is the number of the
+        block's first vector."""
         squares_N = vectors_ND.double().square().sum(dim=1).float()
         largest = squares_N.max()
         if not bool(largest.isfinite()):
@@ -193,8 +196,9 @@ class _Candidates:
                 "are not finite"
             )
         scores_QN = torch.addmm(squares_N, self._queries_QD, vectors_ND.T, alpha=-2)
-        # Added in any order, a product of D elements is off by at most D eps/2 |x| |y|; rounding
-        # |y|^2 and the sum adds a few eps/2 of the terms. Here twice that.
+        # Error bound: summed in any order, a product of D elements is off by at most D eps/2 |x|
+        # |y|. Rounding |y|^2 and the sum adds a few eps/2 of the terms. The bound used is twice
+        # that.
         products_Q = self._lengths_Q * largest.sqrt()
         eps = torch.finfo(torch.float32).eps
         errors_Q = eps * ((2 * self._queries_QD.shape[1] + 4) * products_Q + 2 * largest)
@@ -210,7 +214,7 @@ class _Candidates:
         self._drop()
 
     def _drop(self) -> None:
-        """Drop vectors that are certainly farther away than k others."""
+        """Drop the vectors that are certainly farther away than k other vectors."""
         largest_C = self._scores_C + self._errors_C
         order_C = largest_C.argsort()
         order_C = order_C[self._queries_C[order_C].argsort(stable=True)]
@@ -224,7 +228,7 @@ class _Candidates:
         self._scores_C, self._errors_C = self._scores_C[kept], self._errors_C[kept]
 
     def nearest(self, take: Callable[[npt.NDArray[np.int64]], Tensor]) -> Nearest:
-        """The k nearest of each query; ``take`` gives vectors by number."""
+        """Return the k nearest vectors of each query. ``take`` returns vectors by number."""
         (count, width), device = self._queries_QD.shape, self._queries_QD.device
         runs = range(0, len(self._queries_C), max(1, _EXACT_ELEMENTS[device.type] // width))
         numbers_C = self._numbers_C.cpu().numpy()
@@ -249,7 +253,7 @@ class _Candidates:
 
 
 def _places(rows_C: Tensor, rows: int) -> Tensor:
-    """The place of each element in its row, from 0; ``rows_C`` ascends."""
+    """Return the index of each element within its row, from 0. ``rows_C`` must be sorted."""
     counts_Q = torch.bincount(rows_C, minlength=rows)
     starts_Q = counts_Q.cumsum(0) - counts_Q
     return torch.arange(len(rows_C), device=rows_C.device) - starts_Q[rows_C]

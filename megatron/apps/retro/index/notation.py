@@ -1,4 +1,5 @@
-"""Indices in faiss's notation: their parts, the one that fits a number of vectors, their size."""
+"""Indices in faiss's notation: parse the notation, choose an index for a number of vectors, and
+compute its size."""
 
 from __future__ import annotations
 
@@ -18,33 +19,36 @@ _NOTATION = re.compile(
 _FORMS = "Flat, IVF4096,Flat, IVF65536_HNSW32,Flat or OPQ32_256,IVF65536_HNSW32,PQ32"
 _MOST_BITS = 16
 _EXACT_CHUNKS, _MOST_WITHOUT_GRAPH, _CODED_CHUNKS = 100_000, 1_000_000, 10_000_000
-"""Vectors up to which all are compared, all clusters are, and vectors are kept whole."""
+"""Maximum number of vectors of an index that is exact, has no graph, or stores uncompressed
+vectors."""
 _CLUSTERS = ((10**7, 2**16), (10**8, 2**18), (10**9, 2**20), (math.inf, 2**22))
-"""Clusters of an index with a graph, up to a number of vectors, as faiss's guidelines for choosing
-an index say, and Wang et al. 2023 (arXiv:2304.06762) for more."""
+"""(Maximum number of vectors, number of clusters) of an index with a graph, from faiss's guidelines
+for choosing an index, and above these from Wang et al. 2023 (arXiv:2304.06762)."""
 _CODE_BYTES, _ROTATED = 32, 256
 _LEAST_PROBES = 128
-"""Clusters that find 85 to 90 of 100 neighbours of hashed words (benchmarks/retro_index.py)."""
+"""Number of clusters to search that finds 85 to 90 of the 100 nearest neighbours of hashed words
+(benchmarks/retro_index.py)."""
 _TRAINING_CHUNKS_PER_CLUSTER = 64
 _LEAST_TRAINING_CHUNKS = 2**16
-"""Enough for another index of the same database than the one that db-build was told."""
+"""Enough to train a different index on the same database later, without another db-build."""
 LEAST_CHUNKS_PER_CLUSTER = 39
-"""Below which faiss calls the vectors that clusters are learned from too few."""
+"""Training vectors per cluster below which faiss warns that there are too few."""
 _GIB, _FLOAT, _INT, _NUMBER = 2**30, 4, 4, 8
 _LARGEST_TABLE = 2 * _GIB
 
 
 class IndexParts(NamedTuple):
-    """The parts of an index; None for those that it lacks.
+    """Components of an index. A component that the index lacks is None.
 
     Attributes:
-        text: in faiss's notation.
-        width: of a vector.
-        rotated: elements of a vector after a learned rotation (OPQ).
-        clusters: (IVF), of which a query is compared with the nearest.
-        links: of a cluster in the graph (HNSW) by which the nearest clusters are found.
-        code_parts: parts of a vector that have a code (PQ); without, vectors are kept whole.
-        code_bits: of the code of a part.
+        text: the index in faiss's notation.
+        width: number of elements of a vector.
+        rotated: number of elements after a learned rotation (OPQ).
+        clusters: number of clusters (IVF). A query is compared only with vectors in the nearest
+            ones.
+        links: links per cluster in the graph (HNSW) that finds the nearest clusters.
+        code_parts: number of coded parts per vector (PQ); None stores vectors uncompressed.
+        code_bits: bits per code of a part.
     """
 
     text: str
@@ -62,13 +66,13 @@ class IndexParts(NamedTuple):
 
     @property
     def learned_entries(self) -> int:
-        """Clusters of vectors, or of their parts, that are learned: the least number of training
-        vectors."""
+        """Number of cluster or codebook entries that are trained. At least as many training vectors
+        are needed."""
         codes = 0 if self.code_parts is None else 2**self.code_bits
         return max(self.clusters or 0, codes)
 
     def check_training(self, count: int) -> None:
-        """Raises ValueError if there are too few training vectors."""
+        """Raise ValueError if there are fewer training vectors than trained entries."""
         if count < self.learned_entries:
             raise ValueError(
                 f"--retro-index-str {self.text} learns from at least {self.learned_entries:,} "
@@ -77,14 +81,14 @@ class IndexParts(NamedTuple):
             )
 
     def probes(self, flags: IndexFlags) -> int:
-        """Clusters that a query is compared with."""
+        """Return the number of clusters to search for each query."""
         clusters = self.clusters or 1
         return min(clusters, flags.retro_query_nprobe or max(_LEAST_PROBES, clusters // 64))
 
 
 def index_parts(flags: IndexFlags, count: int, width: int) -> IndexParts:
-    """The index of the flags, or the one that fits ``count`` vectors of this width. ConfigError if
-    it is not known or does not fit the width."""
+    """Return the components of the index that the flags set, or of one suitable for ``count``
+    vectors. Raises ConfigError if the index is unknown or does not fit ``width``."""
     text = flags.retro_index_str or fitting_index(count, width)
     shown = f"--retro-index-str {text}"
     match = _NOTATION.fullmatch(text)
@@ -110,9 +114,9 @@ def index_parts(flags: IndexFlags, count: int, width: int) -> IndexParts:
 
 
 def fitting_index(count: int, width: int) -> str:
-    """The index for ``count`` vectors of this width: exact where that is fast enough; clusters, the
-    number of which grows with the root of ``count``; and codes where whole vectors would need too
-    much memory."""
+    """Choose an index for ``count`` vectors: exact while that is fast enough; then with clusters,
+    whose number grows with the square root of ``count``; and with compressed codes once
+    uncompressed vectors would need too much memory."""
     if count <= _EXACT_CHUNKS:
         return "Flat"
     if count <= _MOST_WITHOUT_GRAPH:
@@ -122,7 +126,7 @@ def fitting_index(count: int, width: int) -> str:
 
 
 def _large_indices(count: int, width: int) -> tuple[str, str]:
-    """Indices with a graph of clusters: with whole vectors, and with codes."""
+    """Return two indices with a graph of clusters: with uncompressed vectors, and with codes."""
     clusters = next(clusters for most, clusters in _CLUSTERS if count <= most)
     code = math.gcd(_CODE_BYTES, width)
     rotated = min(_ROTATED, width) // code * code
@@ -131,7 +135,7 @@ def _large_indices(count: int, width: int) -> tuple[str, str]:
 
 
 def training_chunks(flags: IndexFlags, count: int, width: int) -> int:
-    """Return the number of chunks to learn from, given ``count`` in the database."""
+    """Return the number of training chunks for an index of ``count`` chunks."""
     if flags.retro_index_ntrain is not None:
         return min(count, flags.retro_index_ntrain)
     entries = index_parts(flags, count, width).learned_entries
@@ -139,9 +143,10 @@ def training_chunks(flags: IndexFlags, count: int, width: int) -> int:
 
 
 class IndexSize(NamedTuple):
-    """Bytes of an index: vectors or codes with their numbers; centres of clusters with the lengths
-    of their lists; links of the graph; rotation and meaning of the codes; and the products of
-    centres and codes, which faiss computes when it loads an index, unless they take over 2 GiB."""
+    """Bytes of an index, by component: vectors or codes with their numbers; cluster centres with
+    the lengths of their lists; links of the graph; rotation and codebooks; and the table of
+    products of centres and codes. Faiss computes the table on loading, unless it would exceed 2
+    GiB."""
 
     vectors: int
     clusters: int
@@ -151,7 +156,7 @@ class IndexSize(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """While it is searched; the file lacks the table."""
+        """Bytes of memory during a search. The file does not contain the table."""
         return sum(self)
 
     @property
@@ -160,11 +165,11 @@ class IndexSize(NamedTuple):
 
 
 def index_size(parts: IndexParts, count: int) -> IndexSize:
-    """The size of an index of ``count`` vectors.
+    """Return the size of an index of ``count`` vectors.
 
-    A cluster has 2 M links at the bottom of the graph, and is on each further level with
-    probability 1/M of the level below, with M links there: M / (M - 1) more on average (Malkov and
-    Yashunin 2018, arXiv:1603.09320).
+    With M links, a cluster has 2 M links on the bottom level of the graph. It appears on each
+    higher level with 1/M of the probability of the level below, with M links there, which adds M /
+    (M - 1) links on average (Malkov and Yashunin 2018, arXiv:1603.09320).
     """
     width = parts.rotated or parts.width
     vector, codebooks = _FLOAT * width, 0
@@ -177,7 +182,7 @@ def index_size(parts: IndexParts, count: int) -> IndexSize:
         return IndexSize(count * vector, 0, 0, codebooks, 0)
     graph, links = 0, parts.links
     if links is not None:
-        # Links, the level of the cluster, and where its links begin.
+        # links, the cluster's level, and the offset of its links
         above = links / (links - 1) if links > 1 else links
         graph = round(parts.clusters * (_INT * (2 * links + above) + _INT + _NUMBER))
     clusters = parts.clusters * (_FLOAT * width + _NUMBER)
@@ -188,8 +193,9 @@ def index_size(parts: IndexParts, count: int) -> IndexSize:
 
 
 def size_table(flags: IndexFlags, count: int, width: int) -> str:
-    """The index of the flags, or the one that fits ``count`` vectors, and others of the same number
-    of clusters. ConfigError if it is not known or does not fit the width."""
+    """Return a table with the sizes of the index that the flags set, or of one suitable for
+    ``count`` vectors, and of alternatives with the same number of clusters. Raises ConfigError if
+    the index is unknown or does not fit ``width``."""
     chosen = index_parts(flags, count, width)
     others = _large_indices(count, width) if count > _MOST_WITHOUT_GRAPH else ()
     rows = [["index", "bytes a chunk", "memory GiB", "file GiB", *IndexSize._fields]]

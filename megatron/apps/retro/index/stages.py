@@ -1,13 +1,13 @@
-"""The stages index-train and index-add: the index learns clusters and codes from some chunks of the
-database, and gets the vectors of all.
+"""The stages index-train and index-add: train the index's clusters and codes on some chunks of the
+database, then add the embeddings of all chunks.
 
-Upstream's files: ``train_emb/blocks/START-END.hdf5`` has the vectors of a block of chunks that the
-index learns from, ``train_emb/train_FRACTION.bin`` those of all blocks, and
-``add_codes/START-END.hdf5`` the codes (faiss-par-add) or vectors (faiss-base) of a block of the
-database. Every process makes blocks; the main one makes the index.
+Files have upstream's names: ``train_emb/blocks/START-END.hdf5`` contains the embeddings of a block
+of training chunks, ``train_emb/train_FRACTION.bin`` those of all blocks, and
+``add_codes/START-END.hdf5`` the codes (faiss-par-add) or embeddings (faiss-base) of a block of the
+database. All processes compute blocks; the main process builds the index.
 
-Shape suffixes: N chunks or vectors, M tokens of a chunk, D elements of a vector, Q chunks that are
-searched for, K neighbours.
+Shape suffixes: N chunks or embeddings, M tokens of a chunk, D elements of an embedding, Q query
+chunks, K neighbours.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
 _DATA, _NEAREST, _DISTANCES = "data", "nearest", "nearest_distances"
-"""In the file of a block: its vectors or codes, and the neighbours of the chunks that are searched
-for among them."""
+"""Arrays in a block's file: its embeddings or codes, and the neighbours of the query chunks among
+its chunks, with their distances."""
 _CHUNKS_AT_ONCE = 4096
 RECALL_AT = (2, 20)
-"""Neighbours that a model reads, and that the stage query-neighbors keeps."""
+"""Values of k for recall at k: the number of neighbours that a model reads, and the number that
+query-neighbors keeps."""
 SEARCHED = 4 * max(RECALL_AT)
-"""Exact neighbours that are kept, so that ties in distance are included."""
+"""Number of exact neighbours to keep. It is larger than needed, to include ties in distance."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ def chunk_vectors(
     chunks_N: npt.NDArray[np.int64],
     advance: Callable[[int], None] = lambda count: None,
 ) -> Vectors:
-    """The vectors [N, D] of chunks of the database, by number. ``advance`` is called with the
-    number just embedded."""
+    """Return the embeddings [N, D] of chunks of the database, given their numbers. ``advance`` is
+    called with the number of chunks just embedded."""
     vectors_ND = np.empty((len(chunks_N), work.embedder.width), np.float32)
     for start in range(0, len(chunks_N), _CHUNKS_AT_ONCE):
         run = slice(start, start + _CHUNKS_AT_ONCE)
@@ -77,8 +78,9 @@ def chunk_vectors(
 
 
 def train_index(work: Preprocessing) -> None:
-    """Writes the empty index, or validates the vectors that it learned from. ValueError or OSError
-    if the database is missing or too small for the index, or a file cannot be written."""
+    """Write the trained, empty index, or validate its training embeddings. Collective: every
+    process must call it. Raises ValueError or OSError if the database is missing or too small, or
+    if a file cannot be written."""
     parts = index_parts(work.config, len(work.database), work.embedder.width)
     files = new_files(work.project.index_folder, work.config, parts.text)
     chunks_N = _training_chunks(work, files.train_fraction)
@@ -89,12 +91,13 @@ def train_index(work: Preprocessing) -> None:
     validate = work.config.retro_task_validate
     blocks = blocks_of(files.training / "blocks", len(chunks_N), work.config.retro_block_size)
     finished = files.empty.is_file()
-    barrier()  # no process writes while others look
+    barrier()  # no process may write while another still lists the files
     if validate is not None:
         run_blocks(blocks, make, "index-train", validate=validate)
         return
     if parts.learned_entries and not finished:
-        build_index(work.config, len(work.database), parts.width)  # needs faiss: not at the end
+        # report a missing faiss now, not after the embeddings are computed
+        build_index(work.config, len(work.database), parts.width)
         _begin_training(work, parts, files, chunks_N)
         run_blocks(blocks, make, "index-train")
     if is_main_process():
@@ -106,8 +109,8 @@ def train_index(work: Preprocessing) -> None:
 
 
 def _training_chunks(work: Preprocessing, fraction: float) -> npt.NDArray[np.int64]:
-    """Return the chunks to learn from, by their numbers in the database: the first of each dataset.
-    Raises ValueError if they belong to another database."""
+    """Return the database numbers of the training chunks, the first chunks of each dataset. Raises
+    ValueError if the file of training chunks belongs to another database."""
     database = work.database
     path = work.project.database_folder / "merged" / "sampled.hdf5"
     sampled = read_array(path, "chunks")
@@ -123,14 +126,15 @@ def _training_chunks(work: Preprocessing, fraction: float) -> npt.NDArray[np.int
 
 
 def _first_row(table: npt.NDArray[np.uint32], dataset: int) -> int:
-    """The first row of a dataset or a later one; of a table of any size few rows are read."""
+    """Return the first row of a dataset, or of the next one if it has no rows. A binary search
+    reads only a few rows of the table."""
     return bisect_left(table, dataset, key=lambda row: row[DATASET])
 
 
 def _begin_training(
     work: Preprocessing, parts: IndexParts, files: IndexFiles, chunks_N: npt.NDArray[np.int64]
 ) -> None:
-    """Checks that there is enough to learn from, and that blocks of an earlier run fit."""
+    """Check that there are enough training chunks, and delete an earlier run's outdated blocks."""
     count = len(chunks_N)
     parts.check_training(count)
     if is_main_process():
@@ -151,7 +155,7 @@ def _begin_training(
 def _learn(
     work: Preprocessing, parts: IndexParts, files: IndexFiles, blocks: Sequence[FileBlock]
 ) -> None:
-    """Writes the empty index."""
+    """Train the index, and write it without any vectors."""
     files.index_folder.mkdir(parents=True, exist_ok=True)
     index = build_index(work.config, len(work.database), parts.width)
     if parts.learned_entries:
@@ -164,7 +168,7 @@ def _learn(
 
 
 def _merge(path: Path, blocks: Sequence[FileBlock], width: int) -> None:
-    """Writes the vectors of all blocks into one file, unless it exists."""
+    """Write the embeddings of all blocks into one file, unless it exists."""
     size = 4 * width * sum(len(block) for block in blocks)
     if path.is_file() and os.path.getsize(path) == size:
         return
@@ -175,13 +179,14 @@ def _merge(path: Path, blocks: Sequence[FileBlock], width: int) -> None:
 
 
 def add_to_index(work: Preprocessing) -> None:
-    """Writes the index of the database, or validates it. ValueError or OSError if an earlier stage
-    is missing, or a file cannot be read or written."""
+    """Write the index of the database, or validate it. Collective: every process must call it.
+    Raises ValueError or OSError if an earlier stage is missing, or if a file cannot be read or
+    written."""
     _Adding(work).run()
 
 
 class _Adding:
-    """A run of the stage index-add."""
+    """One execution of the stage index-add."""
 
     def __init__(self, work: Preprocessing) -> None:
         self._work, self._config = work, work.config
@@ -194,11 +199,11 @@ class _Adding:
         queries = 0 if self._parts.is_exact else work.config.retro_index_recall_queries
         queries = min(queries, self._count)
         self._queries_Q = np.arange(queries, dtype=np.int64) * self._count // max(queries, 1)
-        """Chunks, spread over the database, whose neighbours are also searched for exactly."""
+        """Numbers of the query chunks, spread over the database, for which recall is measured."""
 
     def run(self) -> None:
         described = self._files.read_description()
-        barrier()  # no process writes while others look
+        barrier()  # no process may write while another still lists the files
         if self._config.retro_task_validate is not None:
             self._validate(self._config.retro_task_validate, described)
             return
@@ -215,7 +220,7 @@ class _Adding:
         barrier()
 
     def _begin(self) -> None:
-        """Sees that blocks of an earlier run fit."""
+        """Delete an earlier run's outdated blocks."""
         if is_main_process():
             made_of = {
                 "empty": sha256_of_file(self._files.empty),
@@ -239,8 +244,8 @@ class _Adding:
         return index
 
     def _block_arrays(self, block: FileBlock) -> dict[str, np.ndarray]:
-        """Return vectors or codes, and the queries' exact neighbours among the block's chunks: this
-        avoids a second pass over the database, and runs in all embedding processes."""
+        """Return a block's embeddings or codes, and the queries' exact neighbours among its chunks.
+        Searching for them here avoids a second pass over the database, and uses all processes."""
         chunks_N = np.arange(block.start, block.stop)
         vectors_ND = chunk_vectors(self._work, chunks_N, block.advance)
         encoded = self._files.type == INDEX_TYPES[0]
@@ -256,7 +261,7 @@ class _Adding:
         return arrays
 
     def _finish(self) -> None:
-        """Add the blocks to the index, and measure its recall."""
+        """Add all blocks to the index, write it, and measure its recall."""
         files, index = self._files, self._empty
         for block in progress_bar("index-add: adding", self._blocks, unit=" blocks"):
             data = read_array(block.path, _DATA)
@@ -272,7 +277,8 @@ class _Adding:
         say(f"index-add: {self._search(recall)}")
 
     def _recall(self, index: VectorIndex) -> dict[int, float]:
-        """Return the share of the queries' exact neighbours that the index finds."""
+        """Return, for each k of :data:`RECALL_AT`, the fraction of the queries' k exact neighbours
+        that the index finds."""
         numbers, distances = (
             np.concatenate([read_array(block.path, name) for block in self._blocks], axis=1)
             for name in (_NEAREST, _DISTANCES)
@@ -282,7 +288,7 @@ class _Adding:
         return recall_at(*nearest, without_own(self._queries_Q, first_QK))
 
     def _search(self, recall: dict[int, float]) -> str:
-        """Return a description of the search and its recall."""
+        """Return a description of the search and its recall for the log."""
         if self._parts.is_exact:
             return "the search is exact"
         clusters = self._parts.clusters or 1
@@ -305,7 +311,7 @@ class _Adding:
         }
 
     def _compare(self, described: dict[str, Any]) -> None:
-        """ValueError if the finished index is not of this database and embedder."""
+        """Raise ValueError if the finished index belongs to another database or embedder."""
         expected = json.loads(json.dumps(self._description()))
         for key in ("chunks", "width", "embedder"):
             if described.get(key) != expected[key]:
@@ -316,8 +322,8 @@ class _Adding:
         say(f"index-add: {self._files.added} exists")
 
     def _validate(self, share: float, described: dict[str, Any] | None) -> None:
-        """Embed a share of the blocks again. Raises ValueError if the index differs."""
-        if described is None:  # killed before its end
+        """Embed a fraction of the blocks again. Raises ValueError if the index has others."""
+        if described is None:  # index-add has not finished: compare its block files
             run_blocks(self._blocks, self._block_arrays, "index-add", validate=share)
             return
         index = self._opened(self._files.added)
@@ -341,8 +347,8 @@ def nearest_others(
     numbers_QN: npt.NDArray[np.int64],
     distances_QN: npt.NDArray[np.float32],
 ) -> Nearest:
-    """The nearest of each row, in their order, without the chunk that is searched for: -1 at the
-    end of its row instead."""
+    """Return the nearest neighbours of each query chunk, in order. The chunk itself is replaced by
+    -1, which sorts last."""
     numbers_QN = np.where(numbers_QN == chunks_Q[:, None], -1, numbers_QN)
     distances_QN = np.where(numbers_QN < 0, np.float32(np.inf), distances_QN)
     order = np.lexsort((numbers_QN, distances_QN))[:, :SEARCHED]
@@ -352,7 +358,7 @@ def nearest_others(
 def without_own(
     chunks_Q: npt.NDArray[np.int64], numbers_QN: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The first K = max(RECALL_AT) of each row without the chunk that is searched for."""
+    """Return the first max(RECALL_AT) numbers of each row, without the query chunk itself."""
     order = np.argsort(numbers_QN == chunks_Q[:, None], axis=1, kind="stable")
     return np.take_along_axis(numbers_QN, order[:, : max(RECALL_AT)], axis=1)
 
@@ -362,8 +368,9 @@ def recall_at(
     distances_QN: npt.NDArray[np.float32],
     first_QK: npt.NDArray[np.int64],
 ) -> dict[int, float]:
-    """The share of the k nearest that are among the first k of an index, for each k of
-    :data:`RECALL_AT`. A neighbour at the k-th distance counts too; -1 is no neighbour."""
+    """Return, for each k of :data:`RECALL_AT`, the fraction of the k exact nearest neighbours
+    (``exact_QN``, with ``distances_QN``) that are among the first k results of an index
+    (``first_QK``). Ties at the k-th distance count as hits, too; -1 is not a neighbour."""
     shares = {}
     for k in RECALL_AT:
         last_Q1 = distances_QN[:, min(k, exact_QN.shape[1]) - 1, None]

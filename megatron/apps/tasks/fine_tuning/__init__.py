@@ -1,1 +1,1 @@
-"""Fine-tuning: data of the tasks, what is computed of their predictions, and the run."""
+"""Fine-tuning on tasks: data, training, predictions and scores."""

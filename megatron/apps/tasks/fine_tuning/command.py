@@ -1,5 +1,5 @@
-"""Fine-tuned tasks of ``tasks/main.py``: training by the trainer of pretraining, and evaluations of
-its epochs."""
+"""Fine-tuning tasks of ``tasks/main.py``: they train with the pretraining trainer and evaluate
+after each epoch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from megatron.util.processes import is_main_process
 
 
 def with_head(config: TaskConfig) -> FineTuning:
-    """The task for a model with its own head."""
+    """Return the task for a model with a task-specific output head."""
     assert config.task is not None
     if config.task == Squad.name:
         return Squad(config)
@@ -62,8 +62,8 @@ def with_head(config: TaskConfig) -> FineTuning:
 
 
 def as_text(config: TaskConfig, family: Family) -> FineTuning:
-    """The task for a model that predicts text. Raises ConfigError if the family does not, or the
-    task's answers are places in a text."""
+    """Return the task for a model that predicts the answer as text. Raises ConfigError if the
+    family cannot predict text, or if the task requires a span of text (SQuAD)."""
     assert config.task is not None
     if family.context_reader is None or config.task == Squad.name:
         head = with_head(config).settings()["head"].value
@@ -78,7 +78,7 @@ def as_text(config: TaskConfig, family: Family) -> FineTuning:
 
 
 def run_fine_tuning(config: TaskConfig, settings: Settings, processes: int) -> None:
-    """Fine-tunes a model and evaluates after every epoch, or evaluates only. See
+    """Fine-tune a model and evaluate it after every epoch, or only evaluate it. See
     :data:`megatron.apps.tasks.command.TaskFunction`."""
     task = with_head(config)
     head = task.settings()["head"].value
@@ -117,8 +117,8 @@ def run_fine_tuning(config: TaskConfig, settings: Settings, processes: int) -> N
 
 
 def _of_family(task: FineTuning, settings: Settings) -> Settings:
-    """Return the settings of a task that exists for one model family only. Raises ConfigError if
-    the checkpoint's family differs."""
+    """Return the settings of a task that supports only one model family. Raises ConfigError if the
+    checkpoint is of another family."""
     wanted = task.settings()["family"]
     own = settings.get("family", wanted)
     if own.value != wanted.value:
@@ -132,8 +132,8 @@ def _of_family(task: FineTuning, settings: Settings) -> Settings:
 def _read_examples(
     task: FineTuning, config: TaskConfig
 ) -> tuple[list[Any], Mapping[str, list[Any]]]:
-    """Examples of ``--train-data``, and of validation sets by name. Raises ConfigError if a flag
-    does not name a file, or one cannot be used."""
+    """Return the examples of ``--train-data``, and the examples of each validation set by name.
+    Raises ConfigError if a flag or one of its files is missing or cannot be used."""
     kind = "folders" if task.folders else "files"
     if config.epochs and not config.train_data:
         raise ConfigError(
@@ -152,9 +152,10 @@ def _read_examples(
 
 
 def set_names(paths: Sequence[str], task: str, folders: bool) -> list[str]:
-    """Names of validation sets: the part of their paths after the task's name, without ``.tsv`` or
-    ``.json`` and with dashes: ``dev-matched``. Where a path lacks the task's name: the file's name,
-    or of ``folders`` the last two. A name that occurs again gets a number."""
+    """Return the names of validation sets. A name is the part of the path after the task's name,
+    without ``.tsv`` or ``.json`` and with dashes, such as ``dev-matched``. If the path does not
+    contain the task's name, the name is the file name, or with ``folders`` the last two components
+    of the path. Duplicates are numbered."""
     names: list[str] = []
     for path in paths:
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
@@ -171,7 +172,8 @@ def set_names(paths: Sequence[str], task: str, folders: bool) -> list[str]:
 
 
 def _completed(task: FineTuning, config: TaskConfig, settings: Settings) -> Settings:
-    """The settings of the run of a task, with a length of one sample for each epoch."""
+    """Return the settings of the task's run. The training length is a placeholder of one sample per
+    epoch until the number of samples is known."""
     settings = settings | task.settings()
     if config.keep_last:
         settings["keep_last"] = Setting(config.keep_last, "flag --keep-last")
@@ -191,7 +193,8 @@ def _completed(task: FineTuning, config: TaskConfig, settings: Settings) -> Sett
                 f"{config.epochs} long; leave it out, or stop earlier with --exit-interval"
             )
     settings["train_samples"] = Setting(config.epochs, "derived: epochs")
-    # Every epoch ends with all of the validation sets; their loss on the way is on request.
+    # Every epoch ends with a full evaluation of the validation sets. Their loss during an epoch is
+    # computed only if the user sets --eval-iters.
     settings.setdefault("eval_iters", Setting(0, f"task {task.name}"))
     return settings
 
@@ -261,7 +264,7 @@ def _evaluate(config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets) ->
             tell(overall_line(NOT_TRAINED, evaluation.overall))
     if is_main_process():
         folder = checkpoints[-1].folder
-        if (folder / MANIFEST).is_file():  # next to the checkpoints of a run
+        if (folder / MANIFEST).is_file():  # The checkpoint belongs to a run: write next to it.
             folder = folder.parent
         name = f"predictions_{'_'.join(sets.sets)}{sets.task.predictions_suffix}"
         path = Path(config.predictions or folder / name)
@@ -286,8 +289,9 @@ def _finish(
     evaluations: Sequence[EpochEvaluation],
     folders: Sequence[Path | None],
 ) -> None:
-    """The table, the JSON file and, of several checkpoints, the curves: next to the JSON file, or
-    in the folder of the checkpoints."""
+    """Write the results as a table, as a JSON file if requested and, for several checkpoints, as
+    a plot of the scores. The plot is next to the JSON file, or else in the folder of the
+    checkpoints."""
     if not evaluations:
         return
     lines = [

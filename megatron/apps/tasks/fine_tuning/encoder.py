@@ -1,6 +1,7 @@
-"""Tasks for an encoder with a head: the label of a text or a pair, a number, the best option.
+"""Tasks for an encoder with an output head. The head predicts a class or a number for a text or a
+pair of texts, or chooses among options.
 
-A text is ``[CLS] a [SEP] b [SEP]``, cut at the right end.
+A text is encoded as ``[CLS] a [SEP] b [SEP]`` and truncated on the right.
 
 Shape suffixes: S tokens of a text, N examples, L labels or options.
 """
@@ -26,7 +27,7 @@ from megatron.apps.tasks.fine_tuning.task import (
     require_labels,
 )
 from megatron.config import Setting, Settings
-from megatron.data.samples import MadeSamples
+from megatron.features.evaluation.checkpoints import MadeSamples
 from megatron.features.masked.heads import LabelledText, collate_labelled
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
@@ -36,7 +37,7 @@ from megatron.tokenizer import Tokenizer
 Ids = npt.NDArray[np.int64]
 
 MULTIPLE = 8
-"""Texts are padded to a multiple of this."""
+"""Samples are padded to a multiple of this number of tokens."""
 
 
 def _logits(state: LayerState, batch: Any) -> Mapping[str, Tensor]:
@@ -49,7 +50,7 @@ LOGITS = Measure(("logits",), _logits, ends="logits", per_sample=True)
 
 @dataclass(frozen=True)
 class PairEncoder:
-    """Encodes texts with the special tokens of a tokenizer, at most ``seq_length`` tokens each."""
+    """Encoder of texts as token ids with special tokens, at most ``seq_length`` in total."""
 
     tokenizer: Tokenizer
     seq_length: int
@@ -57,8 +58,9 @@ class PairEncoder:
     def pair(
         self, first: npt.NDArray[np.integer], second: npt.NDArray[np.integer] | None
     ) -> tuple[Ids, Ids]:
-        """Tokens and types [S]; a sequence that would reach ``seq_length`` is cut to one token less
-        before it gets its last separator."""
+        """Return the token ids and token types of a text or a pair of texts, both [S]. A sequence
+        of ``seq_length`` tokens or more is truncated to ``seq_length - 1``, then the final
+        separator is appended."""
         cls, sep = self.tokenizer.cls, self.tokenizer.sep
         parts = [np.array([cls]), first, np.array([sep])]
         parts += [] if second is None else [second]
@@ -72,15 +74,17 @@ class PairEncoder:
         return tokens, types
 
     def example(self, example: LabelledExample) -> LabelledText:
-        """A text or a pair of texts as a sample. Nothing depends on the label of a test file."""
+        """Return a text or a pair of texts as a sample. Examples without a label get the label
+        0."""
         ids = self.tokenizer.tokenize_sentences(example.texts)
         tokens, types = self.pair(ids[0], ids[1] if len(ids) > 1 else None)
         label = 0 if example.label is None else example.label
         return LabelledText((tokens,), (types,), label, example.identity)
 
     def question(self, asked: RaceQuestion, max_qa_length: int) -> LabelledText:
-        """A question as a sample of one text per option: the question with the option, at most
-        ``max_qa_length`` tokens of it, and the article."""
+        """Return a question as a sample with one sequence per option: the question with the option,
+        truncated to ``max_qa_length`` tokens, followed by the article. Questions without a label
+        get the label 0."""
         texts = [asked.article, *(answered(asked.question, option) for option in asked.options)]
         article, *options = self.tokenizer.tokenize_sentences(texts)
         pairs = [self.pair(ids[:max_qa_length], article) for ids in options]
@@ -90,7 +94,7 @@ class PairEncoder:
 
 
 class EncoderTask(LabelTask):
-    """A task whose samples are labelled texts."""
+    """Task whose samples are texts with a label, encoded for an encoder model."""
 
     def training_samples(self, examples: Sequence[Any], run: Run) -> TrainingSamples:
         require_labels(examples)
@@ -110,7 +114,7 @@ class EncoderTask(LabelTask):
         )
 
     def _dataset(self, examples: Sequence[Any], run: Run) -> MadeSamples[LabelledText]:
-        """The examples, encoded when they are read."""
+        """Return the examples as a dataset that encodes each example when it is read."""
         encoder = PairEncoder(run.tokenizer, run.config.model.seq_length)
         return MadeSamples(examples, self.encoding(encoder))
 
@@ -123,11 +127,12 @@ class EncoderTask(LabelTask):
 
     @abstractmethod
     def encoding(self, encoder: PairEncoder) -> Callable[[Any], LabelledText]:
-        """The function that makes an example a sample."""
+        """Return the function that converts an example into a sample."""
 
 
 class Classification(EncoderTask):
-    """The tasks of :data:`megatron.apps.tasks.fine_tuning.examples.TABLES`."""
+    """Task that predicts a class or a number. Its data is one of
+    :data:`megatron.apps.tasks.fine_tuning.examples.TABLES`."""
 
     def settings(self) -> Settings:
         origin, labels = f"task {self.name}", self.data.labels
@@ -143,7 +148,8 @@ class Classification(EncoderTask):
 
 @dataclass(frozen=True)
 class MultipleChoice(EncoderTask):
-    """RACE; a question with an option is cut to ``max_qa_length`` tokens."""
+    """RACE: multiple-choice questions about an article. A question with one option is truncated to
+    ``max_qa_length`` tokens."""
 
     max_qa_length: int
 
@@ -155,8 +161,8 @@ class MultipleChoice(EncoderTask):
 
 
 def collator(run: Run) -> Callable[[Sequence[LabelledText]], Any]:
-    """Pads a batch to its longest text, or to --seq-length where the micro batches of a step must
-    have one shape, as in a pipeline."""
+    """Return a function that pads a batch to its longest text, or to --seq-length with pipeline
+    parallelism, which requires all micro batches to have the same shape."""
     parallel = run.config.parallel
     multiple, length = int(np.lcm(MULTIPLE, parallel.length_divisor)), None
     if parallel.pipeline_model_parallel_size > 1:

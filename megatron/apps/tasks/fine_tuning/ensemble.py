@@ -1,4 +1,4 @@
-"""Predictions of several models as one: the mean of their probabilities."""
+"""Ensembles: average the predicted probabilities of several models."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _ARRAYS: list[Any] = [
     (np.empty(0).__reduce__()[0], "numpy._core.multiarray._reconstruct"),
     (np.empty(0).__reduce__()[0], "numpy.core.multiarray._reconstruct"),
 ]
-"""Classes and functions that make NumPy's arrays of a file, by NumPy 2 and 1."""
+"""Classes and functions that unpickling NumPy arrays needs, for files of NumPy 2 and NumPy 1."""
 
 
 class PredictedSet(NamedTuple):
-    """Class probabilities of the N examples of a dataset, [N, C], which sum to 1 per model; the
-    right classes, -1 if unknown, [N]; and the names of the classes."""
+    """Predictions for one dataset of N examples: class probabilities [N, C], which sum to 1 per
+    example; the correct classes [N], -1 if unknown; the ids of the examples; and the names of the C
+    classes."""
 
     probabilities_NC: npt.NDArray[np.float64]
     labels_N: npt.NDArray[np.int64]
@@ -41,27 +42,31 @@ class PredictedSet(NamedTuple):
 
 @dataclass(frozen=True)
 class EnsembleConfig:
-    """Ensemble: predictions of several models, averaged."""
+    """Ensemble: averaged predictions of several models."""
 
     paths: tuple[str, ...] = option(())
-    """Folders, each with the file of predictions of a model."""
+    """Folders, each containing one model's file of predictions."""
     outdir: str | None = option(None)
-    """Folder for the results: NAME/FILE.tsv for each data set, with columns id and label."""
+    """Folder to write the results to: NAME/FILE.tsv for each dataset, with the columns id and
+    label."""
     prediction_name: str = option("test_predictions.pt")
-    """Name of the files: .pt of Megatron-LM, or .jsonl, the --predictions of tasks/main.py."""
+    """Name of the prediction files, which are .pt files of Megatron-LM or .jsonl files that
+    tasks/main.py wrote with --predictions."""
     eval: bool = option(False)
-    """Print the accuracy of each data set and of all."""
+    """Print the accuracy on each dataset and over all datasets."""
     calc_threshold: bool = option(False)
-    """Predict the last of two classes from the threshold, out of 100, with the best accuracy."""
+    """For two classes: use the threshold on the probability of the last class, among 0, 0.01, ...,
+    0.99, that gives the best accuracy."""
     one_threshold: bool = option(False)
-    """One threshold of --calc-threshold for all data sets."""
+    """With --calc-threshold: use one threshold for all datasets."""
     threshold: tuple[float, ...] = option((), bounds=SHARE)
-    """Probability from which on the last of two classes is predicted: of each data set, or one."""
+    """For two classes: minimum probability at which the last class is predicted. Give one value per
+    dataset, or one for all."""
     labels: tuple[str, ...] = option((), derived="the numbers or words in the files")
-    """Words for the classes."""
+    """Names under which the classes are written."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if flags are missing or contradict each other."""
+        """Raise ConfigError if a flag is missing or two flags contradict each other."""
         if not self.paths:
             raise ConfigError("--paths is missing: folders with predictions")
         if self.outdir is None:
@@ -76,8 +81,8 @@ class EnsembleConfig:
 
 
 def run_ensemble(config: EnsembleConfig) -> None:
-    """Writes the predictions. Raises ConfigError or ValueError if a file is missing, damaged
-    or of other examples, or a flag does not fit the files."""
+    """Write the ensemble's predictions. Raises ConfigError or ValueError if a file is missing or
+    damaged, if the files contain different examples, or if a flag does not fit the files."""
     sets = averaged(config)
     thresholds = _thresholds(config, sets)
     right = count = 0
@@ -100,7 +105,8 @@ def run_ensemble(config: EnsembleConfig) -> None:
 
 
 def averaged(config: EnsembleConfig) -> dict[str, PredictedSet]:
-    """The mean of the models' probabilities, by data set."""
+    """Return the models' averaged predictions for each dataset, by name. Raises ConfigError if the
+    models' files differ in datasets, examples or classes."""
     paths = [Path(folder) / config.prediction_name for folder in config.paths]
     models = [_read(path) for path in paths]
     sets = models[0]
@@ -127,8 +133,9 @@ def averaged(config: EnsembleConfig) -> dict[str, PredictedSet]:
 def choices(
     probabilities_NC: npt.NDArray[np.float64], threshold: float | None
 ) -> npt.NDArray[np.int64]:
-    """The most probable class of each example, or the last of two where its probability is at least
-    the threshold."""
+    """Return the predicted class of each example: the most probable one or, with a threshold for
+    two classes, the last class if its probability is at least the threshold and the first
+    otherwise."""
     if threshold is None:
         return probabilities_NC.argmax(axis=1)
     return (probabilities_NC[:, -1] >= threshold).astype(np.int64)
@@ -155,7 +162,7 @@ def _thresholds(config: EnsembleConfig, sets: dict[str, PredictedSet]) -> list[f
 
 
 def _best(probabilities_NC: npt.NDArray[np.float64], labels_N: npt.NDArray[np.int64]) -> float:
-    """The threshold of the best accuracy, the first of equal ones."""
+    """Return the threshold with the highest accuracy, the lowest one in case of a tie."""
     trials = [step / 100 for step in range(100)]
     return max(trials, key=lambda t: (choices(probabilities_NC, t) == labels_N).mean())
 
@@ -185,8 +192,8 @@ def _read(path: Path) -> dict[str, PredictedSet]:
 
 
 def _by_name(pairs: Sequence[tuple[str, PredictedSet]]) -> dict[str, PredictedSet]:
-    """The sets by their names, which are names of folders. Raises ValueError if there are no sets,
-    or a name is not such or occurs twice."""
+    """Return the datasets by name. Raises ValueError if the list is empty, a name occurs twice or
+    cannot be the name of a folder, or a probability is not finite."""
     if not pairs:
         raise ValueError("there are no data sets")
     for name, each in pairs:
@@ -210,7 +217,7 @@ def _of_lists(probabilities: Any, labels: Any, identities: Any) -> PredictedSet:
 
 
 def _of_lines(path: Path) -> dict[str, PredictedSet]:
-    """The sets of a file that tasks/main.py has written."""
+    """Return the datasets of a JSON lines file written by tasks/main.py."""
     rows: dict[str, list[Any]] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         where = f"{path}, line {number}"

@@ -1,8 +1,8 @@
-"""Evaluations of several validation sets, once or after every epoch, and the record of the epochs.
+"""Evaluation on several validation sets, once or after every epoch, and the record of all epochs.
 
-The record is the file ``best_epoch.json`` next to the checkpoints. Its ``checkpoint`` is kept,
-whatever ``--keep-last`` says:
-:func:`megatron.features.older_checkpoints.retention.superseded` reads it.
+The record is the file ``best_epoch.json`` next to the checkpoints. The best epoch's checkpoint is
+kept regardless of ``--keep-last``: :func:`megatron.features.older_checkpoints.retention.superseded`
+reads the file.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import move_to, progress_bar
 
 NOT_TRAINED = -1
-"""The number of the epoch where nothing is trained."""
+"""Epoch number of an evaluation without training."""
 
 
 @dataclass(frozen=True)
 class SetEvaluation:
-    """Measurements on one validation set after ``iteration`` steps; ``scores`` are None where
-    labels are missing."""
+    """Result on one validation set after ``iteration`` steps. ``scores`` is None if any example has
+    no label."""
 
     iteration: int
     epoch: int
@@ -53,11 +53,11 @@ class SetEvaluation:
 
     @property
     def kind(self) -> str:
-        """The writers' name for these values."""
+        """Name under which the log writers record these values."""
         return f"task {self.result.name}"
 
     def line(self) -> str:
-        """The console line."""
+        """Return the console line."""
         name, seconds = self.result.name, self.result.seconds
         if self.scores is None:
             return (
@@ -67,14 +67,15 @@ class SetEvaluation:
         return set_line(self.epoch, name, self.scores, seconds)
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers."""
+        """Return the values by name, for the log writers."""
         names = ("examples", "seconds", "tokens_per_second")
         return {**self.result.metrics, **{name: getattr(self.result, name) for name in names}}
 
 
 @dataclass(frozen=True)
 class EpochEvaluation:
-    """All validation sets after an epoch, and the scores of all labelled predictions together."""
+    """Results on all validation sets after an epoch. ``overall`` scores the predictions of all
+    labelled sets together. It is None if no set is labelled."""
 
     epoch: int
     iteration: int
@@ -83,13 +84,13 @@ class EpochEvaluation:
 
     @property
     def predictions(self) -> dict[str, Sequence[Prediction]]:
-        """Predictions by the name of the set."""
+        """Predictions by the name of the validation set."""
         return {each.result.name: each.predictions for each in self.sets}
 
 
 @dataclass(frozen=True)
 class ValidationSets:
-    """The validation sets of a task, by name, and how they are evaluated."""
+    """Validation sets of a task by name, with the batch size for evaluating them."""
 
     task: FineTuning
     sets: Mapping[str, HeldOutSamples]
@@ -102,8 +103,8 @@ class ValidationSets:
         iteration: int,
         report: Callable[[SetEvaluation], object],
     ) -> EpochEvaluation:
-        """Predictions and scores of every set, each reported when it is done; every rank calls it
-        and has the same results."""
+        """Predict and score every validation set, calling ``report`` after each one. Collective:
+        every rank must call it, and all get the same results."""
         evaluations = []
         for name, held_out in self.sets.items():
             began = time.perf_counter()
@@ -141,8 +142,9 @@ class ValidationSets:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """The scores of an epoch, counted from 0, after ``iteration`` steps: the one that compares
-    epochs, over all validation sets together, and each set's scores."""
+    """Scores of an epoch, counted from 0, after ``iteration`` steps. ``metric`` and ``value``
+    are the score over all validation sets that epochs are compared by, ``sets`` the scores of
+    each set."""
 
     epoch: int
     iteration: int
@@ -152,7 +154,7 @@ class EpochRecord:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> EpochRecord:
-        """From JSON, in which null is NaN."""
+        """Return a record from its JSON content, in which null represents NaN."""
         sets = {
             name: {metric: _number(value) for metric, value in metrics.items()}
             for name, metrics in content["sets"].items()
@@ -161,9 +163,9 @@ class EpochRecord:
 
 
 class EpochRecords:
-    """The records so far. ``save`` is the folder of the checkpoints, None without; ``writes``
-    whether this process writes the file. Raises ConfigError if the file of an earlier run cannot be
-    read."""
+    """Records of all epochs so far. ``save`` is the folder of the checkpoints, or None if nothing
+    is saved. ``writes`` is true on the process that writes the file. Raises ConfigError if the file
+    of an earlier run cannot be read."""
 
     def __init__(self, save: Path | None, writes: bool) -> None:
         self._path = None if save is None else save / BEST
@@ -183,7 +185,7 @@ class EpochRecords:
 
     @property
     def best(self) -> EpochRecord | None:
-        """The first epoch with the highest value; one that is not a number is below all others."""
+        """First epoch with the highest value, or None without records. NaN ranks lowest."""
         return max(
             self.records,
             key=lambda record: -math.inf if math.isnan(record.value) else record.value,
@@ -194,11 +196,12 @@ class EpochRecords:
         return any(record.epoch == epoch for record in self.records)
 
     def forget_after(self, iteration: int) -> None:
-        """Drops the records of later epochs, which the run trains again."""
+        """Drop the records of epochs after an iteration, because the run trains those epochs
+        again."""
         self.records = [record for record in self.records if record.iteration <= iteration]
 
     def add(self, record: EpochRecord) -> None:
-        """Add an epoch, replacing an earlier record of it, and write the file."""
+        """Add an epoch's record, replacing any earlier record of that epoch, and write the file."""
         self.records = [each for each in self.records if each.epoch != record.epoch]
         self.records.append(record)
         best = self.best
@@ -221,9 +224,9 @@ def _number(value: float | None) -> float:
 
 
 class EvaluateEpochs(Callback):
-    """Evaluates after every epoch, keeps the record of the epochs, and writes the predictions of
-    the best one to ``predictions``. An epoch whose evaluation a killed run has missed is evaluated
-    when its checkpoint is loaded."""
+    """Callback that evaluates after every epoch, adds to the record, and writes the best epoch's
+    predictions to ``predictions``. If a run was killed before evaluating an epoch, the evaluation
+    is done when that epoch's checkpoint is loaded."""
 
     def __init__(
         self, sets: ValidationSets, epochs: EpochRecords, predictions: Path | None
@@ -240,7 +243,7 @@ class EvaluateEpochs(Callback):
         self._evaluate(trainer, epoch)
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
-        self._begin(trainer)  # if no step was left to train
+        self._begin(trainer)  # In case no step was left to train.
 
     def _begin(self, trainer: Trainer) -> None:
         if self._begun:
@@ -253,7 +256,8 @@ class EvaluateEpochs(Callback):
                 self._evaluate(trainer, epoch)
 
     def _evaluate(self, trainer: Trainer, epoch: int) -> None:
-        """Epochs of the trainer count from 1, epochs in the lines from 0."""
+        """Evaluate after an epoch. ``epoch`` counts from 1 as in the trainer, the results from
+        0."""
         result = self.sets.evaluate(trainer.engine, epoch - 1, trainer.iteration, trainer.report)
         self.evaluations.append(result)
         if result.overall is None:
@@ -268,6 +272,6 @@ class EvaluateEpochs(Callback):
 
 
 def tell(line: str) -> None:
-    """Prints a line with the time, on the main process."""
+    """Print a line with the time, on the main process only."""
     if is_main_process():
         say(line.strip())

@@ -1,7 +1,7 @@
-"""Examples of GLUE's tables and of RACE, as they are in the files of a task.
+"""Examples of the GLUE tables and of RACE, as stored in the files of each task.
 
-A table's columns count from 0 and are divided by tabs; quotes have no meaning. Test files have
-other columns and no labels: they are recognised by their first line.
+Tables are tab-separated. Their columns count from 0, and quotes have no special meaning. Test files
+have different columns and no labels; the first line tells which kind a file is.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megatron.util.json_text import parse_json
 
 OPTIONS = 4
 LETTERS = ("A", "B", "C", "D")
-"""Names of the options of RACE."""
+"""Letters of the four options of a RACE question."""
 _RACE_KEYS = ("article", "questions", "options")
 _SHOWN, _LABEL_SHOWN = 3, 60
 
 
 @dataclass(frozen=True)
 class LabelledExample:
-    """A text or a pair of texts with its label: the number of one, or the number to be predicted;
-    None in a test file. Predictions are written under ``identity``."""
+    """Text or pair of texts with its label: the index of a class, the number to be predicted, or
+    None in a test file. ``identity`` is the id under which the prediction is written."""
 
     texts: tuple[str, ...]
     label: int | float | None
@@ -37,8 +37,8 @@ class LabelledExample:
 
 @dataclass(frozen=True)
 class RaceQuestion:
-    """A question about an article, with options and the number of the right one, from 0; None in a
-    test file."""
+    """Question about an article, with its options. ``label`` is the index of the correct option, or
+    None in a test file."""
 
     article: str
     question: str
@@ -48,8 +48,8 @@ class RaceQuestion:
 
 
 def clean_text(text: str) -> str:
-    """The text with single spaces for white space, and without the space in front of a full stop
-    that stands alone."""
+    """Replace each run of white space by one space, and remove the space before a separate full
+    stop."""
     text = re.sub(r"\s+", " ", text)
     for _ in range(3):
         text = text.replace(" . ", ". ")
@@ -57,8 +57,8 @@ def clean_text(text: str) -> str:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers from 1; only a line feed ends one. Raises ConfigError
-    if it is not a file of UTF-8 text."""
+    """Yield the lines of a file with their numbers, from 1. Only a line feed ends a line. Raises
+    ConfigError if the path is not a file or is not UTF-8 text."""
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"{path} {problem}; it must be a file")
@@ -75,9 +75,9 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class TableColumns:
-    """Columns of a row: their number ``width`` (without ``exact`` the minimum), and the columns of
-    the texts, the label (-1 for the last; None in a test file) and the row's number or name (None
-    for the line number)."""
+    """Columns of a table. ``width`` is the number of columns, a minimum unless ``exact``. The other
+    fields are the indices of the texts, the label and the row's id. ``label`` is -1 for the last
+    column and None in a test file. ``identity`` is None to use the line number as id."""
 
     width: int
     texts: tuple[int, ...]
@@ -87,7 +87,7 @@ class TableColumns:
     exact: bool = True
 
     def reason_against(self, row: Sequence[str]) -> str | None:
-        """Reason why a row cannot be an example, if so."""
+        """Return the reason why a row cannot be used as an example, or None if it can."""
         if len(row) != self.width and (self.exact or len(row) < self.width):
             return f"{len(row)} columns instead of {self.width}"
         for column in self.texts:
@@ -98,8 +98,8 @@ class TableColumns:
 
 @dataclass(frozen=True)
 class TableTask:
-    """A task with one table per file. ``labels`` are the words in the files, () where a number
-    within ``bounds`` is predicted; ``metric`` is a key of
+    """Task with one table per file. ``labels`` contains the label words in the files, or is empty
+    if the label is a number within ``bounds``. ``metric`` is a key of
     :data:`megatron.apps.tasks.fine_tuning.scores.SCORERS`."""
 
     name: str
@@ -112,12 +112,13 @@ class TableTask:
 
     @property
     def texts(self) -> int:
-        """Texts of a row."""
+        """Number of texts in a row, 1 or 2."""
         return len(self.train.texts)
 
     def read(self, path: Path) -> list[LabelledExample]:
-        """The rows of a file; a warning counts rows of a wrong width or with an empty text. Raises
-        ConfigError, with the line, if a label is unknown, or nothing can be read."""
+        """Read the rows of a file. Rows with the wrong width or an empty text are skipped, and a
+        warning counts them; if the width is only a minimum, they are errors. Raises ConfigError,
+        with the line number, if a label is unknown or no row can be read."""
         lines = list(numbered_lines(path))
         columns = self._columns(path, lines)
         examples, skipped = [], []
@@ -207,7 +208,7 @@ TABLES: dict[str, TableTask] = {
         TableTask(
             "MNLI",
             ("contradiction", "entailment", "neutral"),
-            # Files have 12 or 16 columns, depending on the number of labels per row.
+            # The number of columns depends on the number of annotators' labels per row: 12 or 16.
             TableColumns(11, (8, 9), -1, exact=False),
             TableColumns(10, (8, 9), None, exact=False),
         ),
@@ -240,11 +241,11 @@ TABLES: dict[str, TableTask] = {
         TableTask("RTE", _ENTAILMENT, TableColumns(4, (1, 2), -1), TableColumns(3, (1, 2), None)),
     )
 }
-"""The tasks of GLUE by the name in ``--task``."""
+"""GLUE tasks by their name in ``--task``."""
 
 
 class RaceTask:
-    """RACE: folders of text files, each line a passage with questions of four options."""
+    """RACE: folders of text files, in which each line is a passage with four-option questions."""
 
     name, labels, metric, folders = "RACE", LETTERS, "accuracy", True
 
@@ -256,8 +257,9 @@ RACE = RaceTask()
 
 
 def read_race(folder: Path) -> list[RaceQuestion]:
-    """The questions of all files ``*.txt`` of a folder, in the order of their names. Raises
-    ConfigError, with file and line, if something cannot be read."""
+    """Return the questions in all ``*.txt`` files of a folder, sorted by file name. Raises
+    ConfigError, with file and line, if a file cannot be read, or if the files contain no
+    question."""
     if not folder.is_dir():
         problem = "is a file" if folder.is_file() else "does not exist"
         raise ConfigError(f"{folder} {problem}; it must be a folder of .txt files")
@@ -279,7 +281,7 @@ def read_race(folder: Path) -> list[RaceQuestion]:
 
 
 def answered(question: str, option: str) -> str:
-    """A question with an option in its blank, or after it if it has no blank."""
+    """Return a question with an option filled into its blank, or appended if it has no blank."""
     return clean_text(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 

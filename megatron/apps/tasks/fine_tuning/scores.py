@@ -1,4 +1,5 @@
-"""Predictions of a model for examples, their scores in float64, and the lines printed of them.
+"""Predictions of a model for examples, their scores in float64, and the console lines that show
+them.
 
 Shape suffixes: N examples, L labels.
 """
@@ -23,9 +24,10 @@ Numbers = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one example: the label's word as in the files, the letter of an option, a
-    number or a text. ``label`` and ``loss``, in nats or as a squared error, are None where the
-    label is not known; ``details`` are further JSON values, such as the score of each label."""
+    """Prediction for one example: a label as written in the files, the letter of an option, a
+    number or a text. ``loss`` is in nats, or the squared error of a number. ``loss`` and ``label``
+    are None if the label is unknown. ``details`` contains further JSON values, such as the score of
+    each label."""
 
     identity: str
     predicted: str | float
@@ -37,8 +39,8 @@ class Prediction:
 def chosen(
     examples: Sequence[Any], words: Sequence[str], logits_NL: npt.NDArray[np.float64]
 ) -> list[Prediction]:
-    """Predictions of the label, or option, with the highest logit, the first of equal ones.
-    ``words`` are the labels'."""
+    """Return a prediction for each example: the label or option with the highest logit, the first
+    in case of a tie. ``words`` contains the names of the L labels."""
     assert logits_NL.shape == (len(examples), len(words)), (logits_NL.shape, len(examples), words)
     shifted = logits_NL - logits_NL.max(axis=1, keepdims=True)
     log_probs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -55,7 +57,7 @@ def chosen(
 
 
 def estimated(examples: Sequence[Any], logits_N1: npt.NDArray[np.float64]) -> list[Prediction]:
-    """Predictions of numbers; the loss is the squared error."""
+    """Return a predicted number for each example. The loss is the squared error."""
     return [
         Prediction(
             each.identity, number, each.label,
@@ -66,7 +68,7 @@ def estimated(examples: Sequence[Any], logits_N1: npt.NDArray[np.float64]) -> li
 
 
 def mean_loss(predictions: Sequence[Prediction]) -> float | None:
-    """The mean of the losses; None where an example has none."""
+    """Return the mean loss, or None if there are no predictions or one has no loss."""
     losses = [each.loss for each in predictions if each.loss is not None]
     if not losses or len(losses) < len(predictions):
         return None
@@ -74,8 +76,8 @@ def mean_loss(predictions: Sequence[Prediction]) -> float | None:
 
 
 def write_predictions(path: Path, sets: Mapping[str, Sequence[Prediction]]) -> None:
-    """Writes a line of JSON for each prediction, with the name of its set, in the order of the
-    data. The file appears when it is complete."""
+    """Write one line of JSON per prediction, with the name of its validation set, in the order of
+    the data. The file appears only when it is complete."""
     rows = (
         {"set": name, "id": each.identity, "prediction": each.predicted, "label": each.label}
         | dict(each.details)
@@ -89,15 +91,15 @@ def write_predictions(path: Path, sets: Mapping[str, Sequence[Prediction]]) -> N
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores by name, the first of which compares epochs, higher being better; ``shown`` are the
-    words of the printed lines, up to the elapsed time."""
+    """Scores by name. The first one is used to compare epochs; higher is better. ``shown`` is the
+    text that the console line shows for them."""
 
     values: Mapping[str, float]
     shown: str
 
     @property
     def compared(self) -> tuple[str, float]:
-        """Name and value of the score that compares epochs."""
+        """Name and value of the score by which epochs are compared."""
         return next(iter(self.values.items()))
 
 
@@ -127,17 +129,17 @@ SCORERS: dict[str, Callable[[Sequence[Prediction]], Scores]] = {
     "matthews": matthews_scores,
     "correlation": correlation_scores,
 }
-"""Scores of at least one prediction whose labels are known, by the score that compares epochs."""
+"""Scoring functions by metric. Each requires at least one prediction, all with known labels."""
 
 
 def set_line(epoch: int, name: str, scores: Scores, seconds: float) -> str:
-    """The line of one validation set; epochs count from 0, -1 without training."""
+    """Return the console line of one validation set. Epochs count from 0; -1 means no training."""
     words = f"{scores.shown} elapsed time (sec): {seconds:.3f}"
     return f" > |epoch: {epoch}| metrics for {name}: {words}"
 
 
 def overall_line(epoch: int, scores: Scores) -> str:
-    """The line of all validation sets together."""
+    """Return the console line for all validation sets together."""
     return f" >> |epoch: {epoch}| overall: {scores.shown.rstrip(' ,')}"
 
 
@@ -149,8 +151,8 @@ def _columns(predictions: Sequence[Prediction]) -> tuple[np.ndarray[Any, Any], .
 
 
 def matthews(predicted_N: Labels, labels_N: Labels) -> float:
-    """Matthews' correlation coefficient, for any number of labels (Gorodkin 2004); 0 where all
-    predictions, or all labels, are the same."""
+    """Compute the Matthews correlation coefficient for any number of labels (Gorodkin 2004). Return
+    0 if all predictions, or all labels, are equal."""
     values = np.union1d(predicted_N, labels_N)
     predicted = np.array([np.sum(predicted_N == value) for value in values], np.float64)
     labels = np.array([np.sum(labels_N == value) for value in values], np.float64)
@@ -162,8 +164,8 @@ def matthews(predicted_N: Labels, labels_N: Labels) -> float:
 
 
 def pearson(predicted_N: Numbers, labels_N: Numbers) -> float:
-    """Pearson's correlation coefficient; NaN where all values of one side are the same, or there
-    are fewer than two."""
+    """Compute Pearson's correlation coefficient. Return NaN if all values of one argument are
+    equal, or if there are fewer than two values."""
     a, b = (np.asarray(values, np.float64) for values in (predicted_N, labels_N))
     if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return math.nan
@@ -173,12 +175,12 @@ def pearson(predicted_N: Numbers, labels_N: Numbers) -> float:
 
 
 def spearman(predicted_N: Numbers, labels_N: Numbers) -> float:
-    """Spearman's: Pearson's coefficient of the ranks, the mean rank where values are equal."""
+    """Compute Spearman's correlation coefficient: Pearson's coefficient of the ranks."""
     return pearson(_ranks(predicted_N), _ranks(labels_N))
 
 
 def _ranks(values_N: Numbers) -> Numbers:
-    """Ranks from 1."""
+    """Return the ranks, from 1; tied values share their mean rank."""
     _, inverse, counts = np.unique(values_N, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     ranks: Numbers = (last - (counts - 1) / 2)[inverse]

@@ -1,10 +1,10 @@
-"""SQuAD as a task to fine-tune on: an encoder that finds where answers start and end.
+"""SQuAD as a fine-tuning task: an encoder predicts where answers start and end.
 
-A question is rows of tokens: [CLS] question [SEP] a window of the text [SEP]. A text that does not
-fit into a row is read in windows that overlap; the scores of start and end over all windows of a
-question give the best spans.
+A question becomes one or more sequences: [CLS] question [SEP] window of the text [SEP]. A text that
+does not fit into one sequence is split into overlapping windows. The best spans are chosen from the
+start and end logits of all windows of a question.
 
-Shape suffixes: S tokens of a row, T of a text, N of a window's text.
+Shape suffixes: S tokens of a sequence, T tokens of a text, N text tokens in a window.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.apps.tasks.fine_tuning.task import (
     TrainingSamples,
 )
 from megatron.config import ConfigError, Setting, Settings
-from megatron.data.samples import MadeSamples
+from megatron.features.evaluation.checkpoints import MadeSamples
 from megatron.features.masked.heads import LabelledText, collate_labelled
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
@@ -52,12 +52,12 @@ Places = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.floating]
 
 CLS_PLACE = 0
-"""Place of [CLS] in a row, which stands for "no answer"."""
+"""Position of [CLS] in a sequence, which represents "no answer"."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """The tokens of a text, [T], and the characters that each stands for, [T, 2]."""
+    """Tokens of a text [T], and the character span [start, end) of each token [T, 2]."""
 
     text: str
     tokens_T: TokenIds
@@ -69,19 +69,20 @@ class Passage:
         return cls(text, tokens_T, _with_marks(text, offsets_T2))
 
     def answer(self, first: int, last: int) -> str:
-        """The text of the tokens from ``first`` to ``last``, both included."""
+        """Return the text of the tokens from ``first`` to ``last``, both included."""
         return self.text[self.offsets_T2[first, 0] : self.offsets_T2[last, 1]]
 
     def tokens_of(self, start: int, end: int) -> tuple[int, int] | None:
-        """The first and last token of the characters [start, end); None if no token has any."""
+        """Return the indices of the first and last token that overlap the characters [start, end),
+        or None if no token does."""
         overlap = (self.offsets_T2[:, 0] < end) & (self.offsets_T2[:, 1] > start)
         places = np.flatnonzero(overlap)
         return (int(places[0]), int(places[-1])) if len(places) else None
 
 
 def _with_marks(text: str, offsets_T2: Offsets) -> Offsets:
-    """Offsets in which accents that the tokenizer removed belong to the letter before them, where
-    they are separate characters in the text."""
+    """Extend the character spans over accents that the tokenizer removed, so that an accent encoded
+    as a separate character belongs to the letter before it."""
     if text.isascii():
         return offsets_T2
     letters = [place for place, char in enumerate(text) if unicodedata.category(char) != "Mn"]
@@ -92,10 +93,10 @@ def _with_marks(text: str, offsets_T2: Offsets) -> Offsets:
 
 @dataclass(frozen=True)
 class Window:
-    """One row about a question, with ``head`` [CLS] question [SEP] and the tokens of the passage
-    from ``first``. ``best_N`` is true for tokens around which no other window shows more text;
-    answers begin there. ``span`` has the places in the row of the first and last token of the
-    answer; both `CLS_PLACE` if the window does not contain it."""
+    """One sequence for a question. ``head`` is [CLS] question [SEP], followed by the tokens of the
+    passage from ``first``. ``best_N`` is true for the tokens for which no other window shows more
+    context; answers may begin only at these. ``span`` contains the positions in the sequence of the
+    answer's first and last token, both `CLS_PLACE` if the window does not contain the answer."""
 
     passage: Passage
     head: TokenIds
@@ -105,16 +106,17 @@ class Window:
 
     @property
     def text(self) -> int:
-        """Place of the first text token in the row."""
+        """Position in the sequence of the first text token."""
         return len(self.head)
 
     @property
     def length(self) -> int:
-        """Tokens of the row."""
+        """Number of tokens in the sequence, including the final [SEP]."""
         return len(self.head) + len(self.best_N) + 1
 
     def row(self) -> LabelledText:
-        """Tokens, and types: 0 up to the first [SEP], then 1."""
+        """Return the window as a sample, with token ids and token types: 0 up to the first [SEP],
+        then 1."""
         tokens = self.passage.tokens_T[self.first : self.first + len(self.best_N)]
         row = np.concatenate((self.head, tokens, self.head[-1:])).astype(np.int64)
         types = (np.arange(len(row)) >= self.text).astype(np.int64)
@@ -123,8 +125,8 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowMaker:
-    """Makes the rows of questions: at most ``seq_length`` tokens each, with at most
-    ``max_query_length`` of the question, and windows that begin ``doc_stride`` tokens apart."""
+    """Splitter of questions into windows. A sequence has at most ``seq_length`` tokens, of which at
+    most ``max_query_length`` belong to the question. Windows start ``doc_stride`` tokens apart."""
 
     tokenizer: Tokenizer
     seq_length: int
@@ -132,9 +134,9 @@ class WindowMaker:
     max_query_length: int
 
     def windows(self, questions: Sequence[Question]) -> list[list[Window]]:
-        """The windows of each question; questions about one text share its tokens. Raises
-        ConfigError if windows would leave out text, and ValueError if a text or an answer has no
-        tokens, both naming file and question."""
+        """Return the windows of each question. Questions about the same text share its tokens.
+        Raises ConfigError if the windows would skip part of a text, and ValueError if a text or an
+        answer has no tokens. The message contains the file and the question."""
         passages: dict[str, Passage] = {}
         windows_of_text = []
         for question in questions:
@@ -155,7 +157,7 @@ class WindowMaker:
         if not count:
             raise ValueError("its context has no tokens; remove it, or correct the text")
         answer = None
-        if question.answers:  # the first one is the one to learn
+        if question.answers:  # Training uses only the first answer.
             text, start = question.answers[0].text, question.answers[0].start
             answer = passage.tokens_of(start, start + len(text))
             if answer is None:
@@ -172,7 +174,8 @@ class WindowMaker:
         return windows
 
     def _cut(self, count: int, room: int) -> tuple[Places, Places]:
-        """Begin and length of each window of a text of ``count`` tokens."""
+        """Return the start and length of each window of a text of ``count`` tokens. ``room`` is the
+        number of text tokens that fit into a sequence."""
         if room < 1 or (count > room and self.doc_stride > room):
             raise ConfigError(
                 f"--seq-length {self.seq_length} leaves {max(room, 0)} tokens of text next to the "
@@ -186,8 +189,9 @@ class WindowMaker:
 
 
 def _most_context(starts: np.ndarray, lengths: np.ndarray, first: int, length: int) -> np.ndarray:
-    """The window that shows most around each token of [first, first + length), [N]: the larger the
-    smaller side, the better, and then the longer the window; the first of equal ones."""
+    """Return, for each token of [first, first + length), the index [N] of the window that shows the
+    most context around it. A window's score is the number of tokens on the token's shorter side
+    plus 0.01 times the window's length. The first window wins a tie."""
     near = np.flatnonzero((starts < first + length) & (starts + lengths > first))
     starts, lengths = starts[near], lengths[near]
     tokens_1N = np.arange(first, first + length)[None]
@@ -199,7 +203,7 @@ def _most_context(starts: np.ndarray, lengths: np.ndarray, first: int, length: i
 
 
 class Candidate(NamedTuple):
-    """An answer with its scores; "" is "no answer"."""
+    """Candidate answer with its logits. An empty text means "no answer"."""
 
     text: str
     start_logit: float
@@ -212,15 +216,17 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class PredictedAnswer:
-    """The answer to a question that a model predicts, "" for none; the best answers, best first,
-    with "no answer" where it is possible; and its score minus the best answer's."""
+    """Predicted answer to a question, with an empty text for "no answer". ``n_best`` contains the
+    best candidates, best first, including "no answer" if that is allowed. ``null_odds`` is the
+    score of "no answer" minus the score of the best answer."""
 
     text: str
     n_best: tuple[Candidate, ...]
     null_odds: float
 
     def n_best_entries(self) -> list[dict[str, str | float]]:
-        """As in the file of n-best answers: with a probability among them."""
+        """Return the entries of a question in the n-best file. Probabilities are the softmax over
+        ``n_best``."""
         scores = np.array([candidate.score for candidate in self.n_best])
         odds = np.exp(scores - scores.max())
         return [
@@ -231,8 +237,8 @@ class PredictedAnswer:
 
 @dataclass(frozen=True)
 class AnswerSearch:
-    """Chooses answers by the flags of the same names; ``with_negative``: a question may have no
-    answer."""
+    """Selection of the best answer to a question. The fields have the values of the flags of the
+    same names; ``with_negative`` allows "no answer"."""
 
     n_best_size: int = 20
     max_answer_length: int = 30
@@ -240,15 +246,15 @@ class AnswerSearch:
     null_score_diff_threshold: float = 0.0
 
     def predict(self, windows: Sequence[Window], logits: Iterable[Logits]) -> PredictedAnswer:
-        """The prediction for one question from the logits of its windows, [S, 2] (start, end) of at
-        least the tokens of each; what follows them is padding, which is not looked at."""
+        """Predict the answer to one question from the start and end logits [S, 2] of each of its
+        windows. Logits after the window's tokens belong to padding and are ignored."""
         logits = list(logits)
         spans = [
             (start + end, number, first, last, start, end)
             for number, (window, logits_S2) in enumerate(zip(windows, logits, strict=True))
             for first, last, start, end in self._spans(window, logits_S2[: window.length])
         ]
-        # "No answer" in the window that denies it most.
+        # The score of "no answer" is its lowest score over all windows.
         nulls = [Candidate("", *each[CLS_PLACE].astype(np.float64).tolist()) for each in logits]
         null = min(nulls, key=lambda candidate: candidate.score)
         if self.with_negative:
@@ -269,7 +275,8 @@ class AnswerSearch:
         return PredictedAnswer(text, tuple(best.values()), odds)
 
     def _spans(self, window: Window, logits_S2: Logits) -> Iterator[tuple[int, int, float, float]]:
-        """Spans of the best starts and ends of a window: tokens of the passage, and logits."""
+        """Yield the spans that combine the best starts and ends of a window, as (first token, last
+        token, start logit, end logit). Tokens are numbered within the passage."""
         logits_S2 = logits_S2.astype(np.float64)
         starts, ends = (
             np.argsort(-logits_S2[:, side], kind="stable")[: self.n_best_size] for side in (0, 1)
@@ -287,7 +294,8 @@ class AnswerSearch:
 
 
 def _logits(seq_length: int, state: LayerState, batch: Any) -> Mapping[str, Tensor]:
-    """Logits of start and end [B, S x 2], S being --seq-length whatever a batch is padded to."""
+    """Return the start and end logits [B, S x 2], padded with zeros to S = --seq-length, so that
+    all batches have the same shape."""
     logits_BS2 = state.hidden
     missing = seq_length - logits_BS2.shape[1]
     return {"logits": F.pad(logits_BS2, (0, 0, 0, missing)).flatten(1)}
@@ -295,7 +303,7 @@ def _logits(seq_length: int, state: LayerState, batch: Any) -> Mapping[str, Tens
 
 @dataclass(frozen=True)
 class Squad(FineTuning):
-    """SQuAD 1.1 or, with questions that have no answer, 2.0."""
+    """SQuAD 1.1, or 2.0, in which some questions have no answer."""
 
     task: TaskConfig
 
@@ -341,9 +349,10 @@ class Squad(FineTuning):
         return Scores({"f1": metrics["f1"], **metrics}, f"{json.dumps(metrics)},")
 
     def write_predictions(self, path: Path, sets: Mapping[str, Sequence[Prediction]]) -> None:
-        """Writes what the official scripts read: the text of each question by its id, and next to
-        it ``nbest_`` and, of version 2.0, ``null_odds_`` with the same name; with several sets,
-        files of each."""
+        """Write the files that the official scripts read: a predicted text for each question id,
+        the n-best answers in a file prefixed with ``nbest_``, and for version 2.0 the scores of "no
+        answer" in a file prefixed with ``null_odds_``. With several sets, each one has separate
+        files."""
         path.parent.mkdir(parents=True, exist_ok=True)
         for name, predictions in sets.items():
             file = path.with_stem(f"{path.stem}_{name}") if len(sets) > 1 else path

@@ -1,7 +1,7 @@
-"""SQuAD 1.1 and 2.0: the questions of its JSON, and the metrics of its official scripts.
+"""SQuAD 1.1 and 2.0: questions from the JSON files, and the metrics of the official scripts.
 
-Metrics are as in evaluate-v1.1.py and evaluate-v2.0.py: percentages, whose sums are taken in the
-order of the questions, so that they are equal to the last digit.
+Metrics are those of evaluate-v1.1.py and evaluate-v2.0.py, in percent. Sums are taken in the order
+of the questions, so that results match the scripts to the last digit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEYS = {
 }
 _KINDS = {list: "a list", str: "a string", int: "an integer"}
 _TOLERANCE = 2
-"""Characters by which published files are wrong in places about where an answer begins."""
+"""Number of characters by which ``answer_start`` may be off; published files have such errors."""
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
 
@@ -47,8 +47,8 @@ class GoldAnswer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text; without answers it cannot be answered from the text. ``file`` is
-    where it was read."""
+    """Question about a text. An empty ``answers`` means that the text does not contain the answer.
+    ``file`` is the file it was read from, for messages."""
 
     identity: str
     question: str
@@ -58,11 +58,13 @@ class Question:
 
 
 def read_questions(path: str | Path, with_negative: bool) -> list[Question]:
-    """The questions of a file in its order. ``with_negative``: some may have no answer (2.0).
+    """Return the questions of a file, in order. With ``with_negative``, questions may have no
+    answer (version 2.0).
 
-    Raises FileNotFoundError, and ValueError for a file that is not SQuAD's JSON, a question without
-    an answer (unless ``with_negative``), and an answer that is not where the file says; the message
-    names the file, the question and what to do.
+    Raises FileNotFoundError if the file does not exist, and ValueError if it is not SQuAD's JSON,
+    if a question has no answer (unless ``with_negative``), or if an answer is not within
+    ``_TOLERANCE`` characters of its ``answer_start``. The message contains the file, the question
+    and the remedy.
     """
     path = Path(path)
     if not path.is_file():
@@ -86,7 +88,8 @@ def read_questions(path: str | Path, with_negative: bool) -> list[Question]:
 
 
 class _Reader:
-    """Checks a file while it is read."""
+    """Reader of SQuAD's JSON that checks the content. ``moved`` collects the ids of questions whose
+    ``answer_start`` is off."""
 
     def __init__(self, path: Path, with_negative: bool) -> None:
         self._path, self._with_negative = path, with_negative
@@ -169,7 +172,8 @@ class _Reader:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation and English articles, with one space between words."""
+    """Return the text in lower case, without ASCII punctuation and English articles, and with
+    single spaces between words."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -178,7 +182,8 @@ def exact_match(gold: str, predicted: str) -> float:
 
 
 def f1_score(gold: str, predicted: str) -> float:
-    """F1 of the words that two texts share; 0 if one is empty, as in version 1.1."""
+    """Compute the F1 score of the words that two texts share. The score is 0 if one text is empty,
+    as in version 1.1."""
     gold_words, words = normalize_answer(gold).split(), normalize_answer(predicted).split()
     shared = (Counter(gold_words) & Counter(words)).total()
     if not shared:
@@ -188,15 +193,15 @@ def f1_score(gold: str, predicted: str) -> float:
 
 
 def f1_score_2(gold: str, predicted: str) -> float:
-    """As `f1_score`, but two empty texts agree, as in version 2.0."""
+    """Compute `f1_score`, but return 1 for two empty texts, as in version 2.0."""
     if not normalize_answer(gold) and not normalize_answer(predicted):
         return 1.0
     return f1_score(gold, predicted)
 
 
 def squad_metrics(golds: Sequence[Sequence[str]], predicted: Sequence[str]) -> dict[str, float]:
-    """``exact_match`` and ``f1`` of version 1.1: each text that is predicted is compared with all
-    gold answers of its question, and the best counts."""
+    """Compute ``exact_match`` and ``f1`` of version 1.1. Each predicted text is compared with all
+    gold answers to its question, and the best score counts."""
     return {
         "exact_match": _mean(_best(golds, predicted, exact_match)),
         "f1": _mean(_best(golds, predicted, f1_score)),
@@ -208,15 +213,18 @@ def squad2_metrics(
     predicted: Sequence[str],
     null_odds: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """``exact``, ``f1`` and ``total`` of version 2.0; of questions with (``HasAns_``) and without
-    (``NoAns_``) an answer, those with an empty list of gold answers. An empty text is "no answer".
+    """Compute ``exact``, ``f1`` and ``total`` of version 2.0, over all questions and separately for
+    questions with an answer (``HasAns_``) and without one (``NoAns_``, an empty list of gold
+    answers).
 
-    ``null_odds`` is the score of "no answer" relative to the best answer, per question. With it
-    there are ``best_exact`` and ``best_f1``, of the best threshold (``_thresh``) above which "no
-    answer" would replace a prediction.
+    An empty predicted text means "no answer". ``null_odds`` contains, for each question, the score
+    of "no answer" minus that of the best answer. If it is given, the result also contains
+    ``best_exact`` and ``best_f1``: the best scores that a threshold on ``null_odds`` can give,
+    above which predictions are replaced by "no answer". The keys with ``_thresh`` contain the
+    thresholds.
     """
-    # Gold answers of which normalization leaves nothing do not count; the only answer to what
-    # cannot be answered is the empty text.
+    # Ignore gold answers that are empty after normalization. If no answer remains, the only correct
+    # prediction is the empty text.
     kept = [[gold for gold in texts if normalize_answer(gold)] or [""] for texts in golds]
     exact, f1 = _best(kept, predicted, exact_match), _best(kept, predicted, f1_score_2)
     groups = {
@@ -254,7 +262,8 @@ def _best_threshold(
     predicted: Sequence[str],
     null_odds: Sequence[float],
 ) -> tuple[float, float]:
-    """The best mean score, and the odds up to which predictions are kept for it."""
+    """Return the best mean score in percent, and the threshold on ``null_odds`` that gives it:
+    predictions whose odds exceed the threshold become "no answer"."""
     current: float = sum(not texts for texts in golds)
     best, threshold = current, 0.0
     for number in sorted(range(len(scores)), key=lambda number: null_odds[number]):

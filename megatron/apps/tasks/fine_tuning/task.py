@@ -1,5 +1,5 @@
-"""Tasks on which a model is fine-tuned: their settings, samples, predictions and scores, and the
-order of the samples."""
+"""Base classes of fine-tuning tasks (settings, samples, predictions and scores), and the shuffled
+order of training samples."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron.model.spec import Measure
 from megatron.run.run import Run
 
 Numbers = Mapping[str, npt.NDArray[np.float64]]
-"""Result of :func:`megatron.features.evaluation.checkpoints.measure_samples`."""
+"""Result of :func:`megatron.features.evaluation.checkpoints.measure_samples`: arrays by name."""
 Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True)
 class TrainingSamples:
-    """Samples to train on, and the collator of their batches."""
+    """Samples to train on, and the function that collates a batch."""
 
     dataset: SampleDataset[Any]
     collate: Callable[[Sequence[Any]], Any]
@@ -35,10 +35,10 @@ class TrainingSamples:
 
 @dataclass(frozen=True)
 class HeldOutSamples:
-    """Samples to evaluate on, one or several for each example, with their tokens and collator as in
-    ``measure_samples``. ``predictions`` makes one of the measure's numbers for each example;
-    ``training`` are the same samples as they are trained on, for the loss of ``--eval-interval``,
-    None where labels are missing."""
+    """Samples to evaluate on, one or more per example, with their lengths in tokens and the collate
+    function for ``measure_samples``. ``predictions`` converts the measured values into one
+    prediction per example. ``training`` contains the samples in training form, for the loss of
+    ``--eval-interval``. It is None if labels are missing."""
 
     samples: SampleDataset[Any] | Sequence[Any]
     lengths: Sequence[int] | npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class HeldOutSamples:
 
 
 def require_labels(examples: Sequence[Any]) -> None:
-    """Raises ConfigError if an example to train on has no label."""
+    """Raise ConfigError if a training example has no label."""
     missing = next((each for each in examples if each.label is None), None)
     if missing is not None:
         raise ConfigError(
@@ -58,9 +58,10 @@ def require_labels(examples: Sequence[Any]) -> None:
 
 
 class FineTuning(ABC):
-    """A task on which a model is fine-tuned. Examples are what :meth:`read` returns for a file,
-    before there is a tokenizer. ``folders``: data are folders; ``predictions_suffix``: of the file
-    of predictions, where it is not named."""
+    """Task to fine-tune a model on. Examples are the untokenized records that :meth:`read`
+    returns for a file. ``folders`` is true if the data consist of folders instead of files.
+    ``predictions_suffix`` is the suffix of the predictions file if the user does not name the
+    file."""
 
     name: str
     folders: bool = False
@@ -68,33 +69,36 @@ class FineTuning(ABC):
 
     @abstractmethod
     def settings(self) -> Settings:
-        """Settings of the model, by field of ``ModelFlags``."""
+        """Return the model settings that the task requires, by field of ``ModelFlags``."""
 
     @abstractmethod
     def read(self, path: Path) -> list[Any]:
-        """The examples of a file or folder, at least one. Raises ConfigError, with file and line,
-        if it cannot be used."""
+        """Return the examples of a file or folder, at least one. Raises ConfigError, with file and
+        line, if the file or folder cannot be used."""
 
     @abstractmethod
     def training_samples(self, examples: Sequence[Any], run: Run) -> TrainingSamples:
-        """Examples as samples. Raises ConfigError, with file and line, if one has no label."""
+        """Return the examples as training samples. Raises ConfigError, naming the example, if one
+        has no label."""
 
     @abstractmethod
     def held_out_samples(self, examples: Sequence[Any], run: Run) -> HeldOutSamples:
-        """Examples as samples, and predictions of them."""
+        """Return the examples as evaluation samples, with the function that converts measurements
+        into predictions."""
 
     @abstractmethod
     def scores(self, predictions: Sequence[Prediction]) -> Scores:
-        """Return the scores of one or more predictions with known labels."""
+        """Return the scores of one or more predictions, all of which have labels."""
 
     def write_predictions(self, path: Path, sets: Mapping[str, Sequence[Prediction]]) -> None:
-        """Writes the predictions of validation sets by name."""
+        """Write the predictions of validation sets, given by name, to one file or to several next
+        to it."""
         write_predictions(path, sets)
 
 
 @dataclass(frozen=True)
 class LabelTask(FineTuning):
-    """A task whose files are tables, or RACE's."""
+    """Task whose data are GLUE tables or RACE folders."""
 
     data: TableTask | RaceTask
 
@@ -114,9 +118,9 @@ class LabelTask(FineTuning):
 
 
 class ShuffledEpochs(RenumberedSamples[Sample]):
-    """A data set again and again, each time in another order, from torch's ``DistributedSampler``
-    with the sum of seed and epoch. Sample n is of epoch n // samples; ``count`` is the number of
-    samples that are asked for, at most."""
+    """Dataset repeated for several epochs, each shuffled like torch's ``DistributedSampler`` with
+    the sum of seed and epoch. Sample n belongs to epoch n // len(dataset). ``count`` is the total
+    number of samples."""
 
     def __init__(self, dataset: SampleDataset[Sample], seed: int, count: int) -> None:
         super().__init__(dataset)
@@ -129,7 +133,7 @@ class ShuffledEpochs(RenumberedSamples[Sample]):
     def number(self, index: int) -> int:
         epoch, place = divmod(checked_index(index, self._count), len(self.dataset))
         if epoch not in self._orders:
-            # A batch may have samples of two epochs; earlier orders are not needed any more.
+            # A batch may span two epochs. The orders of earlier epochs are no longer needed.
             self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1}
             generator = torch.Generator()
             generator.manual_seed(self._seed + epoch)

@@ -1,9 +1,10 @@
-"""Tasks for models that predict text: the label is the answer that they find most probable.
+"""Tasks for models that predict text: the predicted label is the answer with the highest
+probability.
 
-A model is trained on the tokens of the right answer, and predicts the answer whose tokens have the
-highest probability together. Prompts depend on what reads them (`Family.context_reader`): a
-decoder, whose answer continues the text, gets lm-evaluation-harness's; an encoder gets the name of
-the task first, as the published T5 was trained.
+A model is trained on the tokens of the correct answer, and predicts the answer whose tokens have
+the highest joint probability. The prompt depends on whether an encoder or a decoder reads it
+(`Family.context_reader`). A decoder, whose answer continues the text, gets the prompts of
+lm-evaluation-harness. An encoder gets the task name first, as in the published T5 training.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ from megatron.apps.tasks.fine_tuning.task import (
     require_labels,
 )
 from megatron.config import ConfigError, Settings
-from megatron.data.samples import MadeSamples
 from megatron.data.texts import ScoredText
 from megatron.families import Family
-from megatron.model.spec import TEXT_SCORES
+from megatron.features.evaluation.checkpoints import MadeSamples
+from megatron.features.evaluation.scoring import TEXT_SCORES
 from megatron.run.run import Run
 
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """Prompt of a task, with {0} and {1} for the texts of a row, and its answers by the label's
-    word in the files. The text of the number ``sentence`` gets a full stop if it has none."""
+    """Prompt of a task. ``text`` has {0} and {1} for the texts of a row. ``answers`` maps labels as
+    written in the files to the model's answers. ``sentence`` is the index of a text to which a
+    missing full stop is added, or None."""
 
     text: str
     answers: Mapping[str, str]
     sentence: int | None = None
 
     def of(self, texts: Sequence[str]) -> str:
-        """Return the question about the texts of a row."""
+        """Return the prompt for the texts of one row."""
         ended = [
             f"{text}." if number == self.sentence and not text.endswith(".") else text
             for number, text in enumerate(texts)
@@ -53,7 +55,7 @@ class TaskPrompt:
 
 
 NUMBERS = tuple(f"{number / 5:.1f}" for number in range(26))
-"""The answers where a number from 0 to 5 is predicted: in steps of 0.2."""
+"""Possible answers in tasks that predict a number: 0 to 5 in steps of 0.2."""
 
 
 def _same(words: Sequence[str]) -> dict[str, str]:
@@ -61,7 +63,7 @@ def _same(words: Sequence[str]) -> dict[str, str]:
 
 
 def number_word(value: float) -> str:
-    """The answer nearest to a number."""
+    """Return the answer that is nearest to a number."""
     return f"{round(value * 5) / 5:.1f}"
 
 
@@ -122,17 +124,17 @@ PROMPTS: dict[str, dict[str, TaskPrompt]] = {
         "RTE": TaskPrompt("rte sentence1: {0} sentence2: {1}", _same(_ENTAILMENT)),
     },
 }
-"""By model kind and task."""
+"""Prompts by the kind of model that reads them (`Family.context_reader`), then by task."""
 
 QUESTIONS: dict[str, str] = {
     "decoder": "Article: {article}\n\nQuestion: {question}\nAnswer:",
     "encoder": "race question: {question} article: {article}",
 }
-"""Form of a question about an article; its options are the answers."""
+"""Prompts for a question about an article. The options of the question are the possible answers."""
 
 
 class Asked(NamedTuple):
-    """A question to a model, all possible answers, and the number of the right one."""
+    """Prompt with all possible answers, and the index of the correct one, None if unknown."""
 
     prompt: str
     answers: Sequence[str]
@@ -141,7 +143,8 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class TextTask(LabelTask):
-    """A task whose samples are prompts with an answer, for models of a family."""
+    """Task for model families that predict text. A training sample is a prompt with the correct
+    answer; an evaluation sample is one with a possible answer."""
 
     family: Family
 
@@ -173,12 +176,13 @@ class TextTask(LabelTask):
 
     @abstractmethod
     def asked(self, example: Any) -> Asked:
-        """An example as text."""
+        """Return an example as a prompt with its possible answers."""
 
     def predictions(
         self, examples: Sequence[Any], log_probs_NA: npt.NDArray[np.float64]
     ) -> list[Prediction]:
-        """Predictions of the log-probabilities of all answers, a row for each example."""
+        """Return the predictions for N examples, given the log-probabilities [N, A] of all A
+        answers."""
         if self.data.labels:
             return chosen(examples, self.data.labels, log_probs_NA)
         best = log_probs_NA.argmax(1)
@@ -188,7 +192,7 @@ class TextTask(LabelTask):
         ]
 
     def text(self, run: Run) -> Callable[[str, str], ScoredText]:
-        """Makes a prompt and an answer a text to score."""
+        """Return a function that converts a prompt and an answer into a text to score."""
         return partial(self.family.answered, run.config.model, run.tokenizer)
 
     def _right_answers(self, examples: Sequence[Any], run: Run) -> MadeSamples[ScoredText]:
@@ -200,8 +204,9 @@ class TextTask(LabelTask):
         return text(prompt, answers[right])
 
     def _padded_lengths(self, answers: MadeSamples[ScoredText], run: Run) -> Any:
-        """Lengths to pad every batch to: those of the longest where the micro batches of a step
-        must have one shape, as in a pipeline, or be divided; else None."""
+        """Return the lengths to pad every batch to, or None to pad each batch to its longest text.
+        Pipeline parallelism needs micro batches of one shape, and some layouts shard the sequence.
+        In these cases the lengths are the longest of the whole dataset, rounded up."""
         parallel = run.config.parallel
         if parallel.pipeline_model_parallel_size == 1 and parallel.length_divisor == 1:
             return None
@@ -213,7 +218,7 @@ class TextTask(LabelTask):
 
 
 class TextTable(TextTask):
-    """The tasks of :data:`megatron.apps.tasks.fine_tuning.examples.TABLES` as text."""
+    """Task of :data:`megatron.apps.tasks.fine_tuning.examples.TABLES`, predicted as text."""
 
     def asked(self, example: LabelledExample) -> Asked:
         assert self.family.context_reader is not None
@@ -225,9 +230,10 @@ class TextTable(TextTask):
         return Asked(prompt.of(example.texts), answers, None if right is None else int(right))
 
     def text(self, run: Run) -> Callable[[str, str], ScoredText]:
-        """See `TextTask.text`; raises ConfigError if the tokens of two answers are the same."""
+        """Return the function of `TextTask.text`. Raises ConfigError if two different answers have
+        the same tokens."""
         text = super().text(run)
-        # The answers do not depend on the texts.
+        # The answers do not depend on the row, so empty texts suffice.
         asked = self.asked(LabelledExample(("", ""), None, ""))
         known: dict[tuple[int, ...], str] = {}
         for answer in asked.answers:
@@ -243,7 +249,7 @@ class TextTable(TextTask):
 
 
 class TextRace(TextTask):
-    """RACE: the option that is the most probable answer."""
+    """RACE, predicted as text: the predicted option is the most probable answer."""
 
     def asked(self, example: RaceQuestion) -> Asked:
         assert self.family.context_reader is not None

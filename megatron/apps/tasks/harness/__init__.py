@@ -1,2 +1,2 @@
-"""lm-evaluation-harness on models of this project: its own tasks and tasks in local files, in any
-layout, without an export."""
+"""lm-evaluation-harness (lm-eval) on models of this project, in any layout and without an export.
+Tasks are those of lm-eval and those in local files."""

@@ -1,4 +1,4 @@
-"""An evaluation with lm-eval, from a command line."""
+"""Command-line evaluation with lm-eval."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ _SIZES = {
 }
 _HALF = {"fp16", "bf16"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
-"""Endings of files with weights."""
+"""Suffixes of weight files."""
 
 
 @dataclass(frozen=True)
 class HarnessRun:
-    """A checkpoint as lm-eval sees it, the run that computes with it, and which one it is."""
+    """Checkpoint opened for lm-eval: the model in lm-eval's interface, its run, and its
+    description."""
 
     model: HarnessModel
     run: Run
@@ -55,8 +56,8 @@ class HarnessRun:
 
 
 def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Evaluates the checkpoint of a command line. Raises ValueError or OSError if a flag, a file or
-    a checkpoint cannot be used; the message names it."""
+    """Evaluate the checkpoint that the command line selects. Raises ValueError or OSError, naming
+    the cause, if a flag, a file or a checkpoint cannot be used."""
     config, settings, processes = parsed(description, argv)
     from megatron.apps.tasks.harness.tasks import generate, load_tasks
     from megatron.apps.tasks.length.tasks import LengthPlan
@@ -75,8 +76,8 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
 
 
 def run_download(description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Downloads the data of tasks into the folder of ``HF_HOME``, where evaluations look for them.
-    Raises ConfigError if a task is unknown, or its data cannot be downloaded."""
+    """Download the datasets of tasks into the cache folder (``HF_HOME``), where evaluations read
+    them. Raises ConfigError if a task is unknown or its data cannot be downloaded."""
     (config,) = parse_configs((DownloadConfig,), argv, description=description)
     os.environ.setdefault("HF_DATASETS_OFFLINE", "0")
     names = config.task_names
@@ -90,8 +91,8 @@ def run_download(description: str | None, argv: Sequence[str] | None = None) -> 
 def parsed(
     description: str | None, argv: Sequence[str] | None = None
 ) -> tuple[HarnessConfig, Settings, int]:
-    """Return the flags of an evaluation, the settings of its run, and the number of its processes.
-    Raises ConfigError if a flag is wrong, or lm-eval is not installed."""
+    """Return the flags of an evaluation, the settings of its run, and its number of processes.
+    Raises ConfigError if a flag is wrong, or if lm-eval is not installed."""
     config, settings = RunToolParser(HarnessConfig, description).parse(argv)
     if "load" not in settings:
         raise ConfigError("--load is missing: the checkpoint to evaluate")
@@ -110,9 +111,9 @@ def parsed(
 
 
 def without_training(settings: Settings) -> Settings:
-    """Settings of a command of Megatron-DeepSpeed: sizes of -1 are the checkpoint's, and of the
-    DeepSpeed JSON, which is a training's, the dtype counts. Raises ConfigError if the JSON cannot
-    be used."""
+    """Return the settings of a Megatron-DeepSpeed command without its training settings. Sizes of
+    -1 are dropped, so that the checkpoint's sizes are used. Of the DeepSpeed JSON, which describes
+    a training run, only the dtype is kept. Raises ConfigError if the JSON cannot be used."""
     kept = {
         name: setting
         for name, setting in settings.items()
@@ -131,9 +132,9 @@ def without_training(settings: Settings) -> Settings:
 def opened_model(
     config: HarnessConfig, settings: Settings, processes: int, generates: bool = False
 ) -> Iterator[HarnessRun]:
-    """Open the checkpoint of ``--load`` in the layout of the flags, within a context;
-    ``generates``: True if tasks need generated text. Raises ConfigError, CheckpointError or OSError
-    if it cannot be used."""
+    """Open the checkpoint of ``--load`` in the layout that the flags set, as a context manager.
+    ``generates`` must be true if any task generates text. Raises ConfigError, CheckpointError or
+    OSError if the checkpoint cannot be used."""
     if generates:
         settings = for_generation(settings)
     with opened_checkpoint(settings, processes, "an evaluation", watched=True) as opened:
@@ -148,19 +149,19 @@ def opened_model(
 
 
 def require_harness() -> None:
-    """Raises ConfigError if lm-eval is not installed; otherwise prepares its import. Datasets come
-    from this machine, unless the user has set the environment variables."""
+    """Raise ConfigError if lm-eval is not installed; otherwise prepare its import. Sets the
+    environment variables that make it read datasets offline, unless the user has set them."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "lm_eval is not installed: run pip install -e '.[evaluate]' in the checkout"
         )
-    # lm-eval imports a package named evaluate, which must not be found among the tools.
+    # lm-eval imports a package named evaluate, so tools/evaluate.py must not shadow it.
     tools = Path(sys.argv[0]).resolve().parent
     if (tools / "evaluate.py").is_file():
         sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != tools]
     if not is_main_process():
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # Read when these packages are imported.
+    # The datasets and huggingface_hub packages read these variables when imported.
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", os.environ["HF_DATASETS_OFFLINE"])
 
@@ -189,8 +190,9 @@ def _model(opened: Opened, config: HarnessConfig, generates: bool) -> HarnessMod
 
 
 def fingerprint(folder: Path, depends: Any) -> str:
-    """Return a fingerprint of a checkpoint's weights, by size and time of their files, so that
-    replaced files are noticed, and of everything else that the answers depend on."""
+    """Return a fingerprint of everything that the answers depend on: ``depends`` and the
+    checkpoint's weights, identified by size and modification time of their files so that replaced
+    files are noticed."""
     files = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
     stats = sorted(
         (str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files
@@ -200,7 +202,7 @@ def fingerprint(folder: Path, depends: Any) -> str:
 
 
 def _values(config: HarnessConfig) -> dict[str, Any] | None:
-    """Return the metadata that --metadata gives to tasks."""
+    """Return the metadata that --metadata sets for tasks, or None."""
     from lm_eval.utils import simple_parse_args_string
 
     text = (config.metadata or "").strip()
@@ -217,9 +219,9 @@ def evaluate(
     tasks: Sequence[Any],
     with_samples: bool = False,
 ) -> dict[str, Any]:
-    """lm-eval's results, with each sample if ``with_samples`` or the flags say so. Every rank must
-    call it, and gets the same numbers, but standard errors that are drawn are only on the main
-    one."""
+    """Return lm-eval's results, with all samples if ``with_samples`` or a flag requests them.
+    Collective: every rank must call it. All get the same results, except that bootstrapped standard
+    errors exist only on the main process."""
     import lm_eval
 
     lm_eval.evaluator.get_git_commit_hash = _git_hash
@@ -251,7 +253,8 @@ def evaluate(
 
 
 def _git_hash() -> str | None:
-    """Return lm-eval's ``git_hash``; its own function lets git complain outside of repositories."""
+    """Return the value of lm-eval's ``git_hash``. Unlike lm-eval's own function, this one hides
+    git's error message outside of repositories."""
     from lm_eval.loggers.utils import get_commit_from_path
 
     words = ["git", "describe", "--always"]
@@ -262,7 +265,7 @@ def _git_hash() -> str | None:
 
 
 def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) -> None:
-    """Prints lm-eval's table, and writes the files."""
+    """Print lm-eval's results table, and write the result files."""
     from lm_eval.utils import make_table
 
     samples = results.pop("samples", None) or {}
@@ -302,7 +305,7 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: HarnessRun) 
 
 
 def _json(value: Any, indent: int | None = None) -> bytes:
-    """JSON as lm-eval writes it, with a line break at its end."""
+    """Return a value as lm-eval's JSON, with a final line break."""
     from lm_eval.utils import handle_non_serializable
 
     text = json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The flags of ``tools/evaluate.py`` in addition to the training flags."""
+"""Flags of ``tools/evaluate.py`` in addition to the training flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megatron.config import ConfigError
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, flag_of, option
 
 SEEDS = (0, 1234, 1234, 1234)
-"""lm-eval's seeds of random, NumPy, torch and the examples of few-shot prompts."""
+"""lm-eval's default seeds for Python's random, NumPy, torch and the sampling of few-shot
+examples."""
 
 
 def _split(names: str) -> list[str]:
@@ -25,44 +26,46 @@ class HarnessConfig(LengthConfig, CacheConfig):
     """Evaluation with lm-evaluation-harness: tasks, prompts, results."""
 
     tasks: str | None = option(None)
-    """Names of tasks, groups or tags, patterns of names (lambada*) or YAML files, separated by
-    commas; NAME=FILE reads the documents of a task from a file. ruler, its tasks, passkey,
-    passkey_generate and loss_by_position=FILE measure long contexts."""
+    """Comma-separated names of tasks, groups or tags, name patterns (lambada*) or YAML files.
+    NAME=FILE reads the documents of a task from a file. ruler, its tasks, passkey, passkey_generate
+    and loss_by_position=FILE measure long contexts."""
     task_list: str | None = option(None, flag="--task_list", aliases=("--task-list",))
-    """--tasks by their names in lm-eval 0.2 (Megatron-DeepSpeed), without examples in a prompt
-    unless --num-fewshot gives some."""
+    """Like --tasks, with the task names of lm-eval 0.2 (Megatron-DeepSpeed). Prompts have no
+    few-shot examples unless --num-fewshot is given."""
     include_path: str | None = option(None, aliases=("--include_path",))
-    """Folder of task files, searched before those of lm-eval, and of documents: a task NAME reads
-    the one file NAME*.jsonl, .json, .parquet, .txt, .raw or .tokens in it."""
+    """Folder of task files, which take precedence over those of lm-eval, and of documents: a task
+    NAME reads the only file NAME*.jsonl, .json, .parquet, .txt, .raw or .tokens in it."""
     num_fewshot: int | None = option(None, aliases=("--num_fewshot",), bounds=NOT_NEGATIVE)
-    """Examples in a prompt; a task whose file says 0 keeps it."""
+    """Number of few-shot examples in a prompt. Tasks whose files set 0 keep 0."""
     limit: float | None = option(None, bounds=POSITIVE)
-    """Documents of each task, or below 1 a fraction of them; for trials only."""
+    """Number of documents per task, or a fraction of the documents if below 1. For trials only."""
     samples: str | None = option(None)
-    """Numbers of the documents of each task, as JSON {"task": [0, 3]} or a file of it."""
+    """Indices of the documents to use in each task, as JSON {"task": [0, 3]} or a file with such
+    JSON."""
     micro_batch_size: str = option(
         "1", flag="--batch-size", aliases=("--batch_size", "--micro-batch-size")
     )
-    """Requests in a forward pass of a data-parallel rank, or auto: as many as make 16,384 tokens of
-    the longest request, at most --max-batch-size."""
+    """Requests per forward pass on each data-parallel rank. auto uses as many as fit into 16,384
+    tokens when padded to the longest request, up to --max-batch-size."""
     max_batch_size: int = option(64, aliases=("--max_batch_size",), bounds=POSITIVE)
-    """The most requests of --batch-size auto."""
+    """Maximum number of requests with --batch-size auto."""
     max_length: int | None = option(
         None, aliases=("--max_length",), derived="the model's positions", bounds=POSITIVE
     )
-    """Tokens that the model sees; longer requests lose their beginning."""
+    """Maximum number of tokens per request. Longer requests are truncated on the left."""
     prefix_token_id: int | None = option(
         None, aliases=("--prefix_token_id",), derived="beginning or end of text"
     )
-    """The token before a text that has no context."""
+    """Id of the token that is prepended to a text without context."""
     use_cache: str | None = option(None, aliases=("--use_cache",))
-    """Keep answers in FILE_rank0.db, in lm-eval's format, and read them from there."""
+    """Cache answers in FILE_rank0.db, in lm-eval's format, and reuse cached answers."""
     output: str | None = option(None)
-    """JSON file for the results."""
+    """JSON file to write the results to."""
     results_path: str | None = option(None, flag="--results_path", aliases=("--results-path",))
-    """JSON file for the results in the form of lm-eval 0.2: task, metric (acc, ppl), value."""
+    """JSON file to write the results to in the format of lm-eval 0.2: task, metric (acc, ppl),
+    value."""
     eval_fp32: bool = option(False, flag="--eval_fp32", aliases=("--eval-fp32",))
-    """Compute in float32 whatever --fp16, --bf16 and the DeepSpeed JSON say."""
+    """Compute in float32, regardless of --fp16, --bf16 and the DeepSpeed JSON."""
     adaptive_seq_len: bool = option(
         False,
         flag="--adaptive_seq_len",
@@ -71,15 +74,16 @@ class HarnessConfig(LengthConfig, CacheConfig):
     )
     inference: bool = option(False, note="an evaluation computes no gradients")
     log_samples: bool = option(False, aliases=("--log_samples",))
-    """Write every request with its answer next to --output, a file of JSON lines for each task."""
+    """Write every request with its answer next to --output, in one JSON lines file per task."""
     predict_only: bool = option(False, aliases=("--predict_only",))
-    """Write the answers without computing metrics; includes --log-samples."""
+    """Write the answers without computing metrics. Includes --log-samples."""
     gen_kwargs: str | None = option(None, aliases=("--gen_kwargs",))
-    """What to change in how tasks generate: max_gen_toks=64,temperature=0.5,do_sample=True."""
+    """Generation settings that override those of the tasks, such as
+    max_gen_toks=64,temperature=0.5,do_sample=True."""
     apply_chat_template: str | None = option(None, bare="", aliases=("--apply_chat_template",))
-    """Put prompts into the chat template of the tokenizer, or that of this name."""
+    """Format prompts with the tokenizer's chat template, or with the template of the given name."""
     system_instruction: str | None = option(None, aliases=("--system_instruction",))
-    """System message before every prompt."""
+    """System message to put before every prompt."""
     fewshot_as_multiturn: str | None = option(
         None,
         bare="true",
@@ -87,17 +91,18 @@ class HarnessConfig(LengthConfig, CacheConfig):
         aliases=("--fewshot_as_multiturn",),
         derived="true with a chat template",
     )
-    """Make the examples of a prompt turns of a conversation."""
+    """Present few-shot examples as turns of a conversation."""
     seed: str = option(",".join(map(str, SEEDS)))
-    """Seeds of random, NumPy, torch and few-shot examples, or one for all; None sets none."""
+    """Seeds of Python's random, NumPy, torch and few-shot examples, or one seed for all. None
+    leaves a generator unseeded."""
     bootstrap_iters: int = option(100000, aliases=("--bootstrap_iters",), bounds=NOT_NEGATIVE)
-    """Draws for those standard errors that are estimated; 0 estimates none."""
+    """Number of bootstrap samples for estimating standard errors. 0 disables bootstrapping."""
     write_out: bool = option(False, aliases=("--write_out",))
-    """Print the prompts of the first documents."""
+    """Print the prompts of the first documents of each task."""
     confirm_run_unsafe_code: bool = option(False, aliases=("--confirm_run_unsafe_code",))
-    """Allow tasks that run code which the model has written."""
+    """Allow tasks that execute code written by the model."""
     metadata: str | None = option(None)
-    """Values for tasks that ask for some, as JSON or key=value,key=value."""
+    """Values for tasks that require metadata, as JSON or key=value,key=value."""
 
     def __post_init__(self) -> None:
         if self.tasks is not None and self.task_list is not None:
@@ -121,12 +126,12 @@ class HarnessConfig(LengthConfig, CacheConfig):
                 raise ConfigError(f"{flag} {file} is a folder; name a file")
         if self.fewshot_as_multiturn == "true" and self.apply_chat_template is None:
             raise ConfigError("--fewshot-as-multiturn needs --apply-chat-template")
-        # Each checks its value.
+        # Reading these properties checks their flags.
         self.batch_size, self.seeds, self.documents, self.numbers, self.shares  # noqa: B018
 
     @property
     def tasks_flag(self) -> str:
-        """The flag that names the tasks."""
+        """Flag with which the user selected the tasks."""
         return "--tasks" if self.task_list is None else "--task_list"
 
     @property
@@ -135,7 +140,7 @@ class HarnessConfig(LengthConfig, CacheConfig):
 
     @property
     def fewshot(self) -> int | None:
-        """Examples in a prompt; None leaves them to each task."""
+        """Number of few-shot examples in a prompt. None leaves the number to each task."""
         return 0 if self.num_fewshot is None and self.task_list is not None else self.num_fewshot
 
     @property
@@ -144,7 +149,7 @@ class HarnessConfig(LengthConfig, CacheConfig):
 
     @property
     def batch_size(self) -> int | None:
-        """None for auto."""
+        """Requests per forward pass, or None for auto. Raises ConfigError for any other value."""
         if self.micro_batch_size == "auto":
             return None
         if self.micro_batch_size.isdecimal() and int(self.micro_batch_size) > 0:
@@ -156,7 +161,7 @@ class HarnessConfig(LengthConfig, CacheConfig):
 
     @property
     def seeds(self) -> list[int | None]:
-        """Four, as :data:`SEEDS`."""
+        """Seeds in the order of :data:`SEEDS`. Raises ConfigError if --seed is malformed."""
         words = [word.strip().lower() for word in self.seed.split(",")]
         try:
             numbers = [None if word == "none" else int(word) for word in words]
@@ -171,7 +176,8 @@ class HarnessConfig(LengthConfig, CacheConfig):
 
     @property
     def documents(self) -> dict[str, list[int]] | None:
-        """The value of --samples."""
+        """Parsed value of --samples, or None without the flag. Raises ConfigError if it is
+        malformed."""
         if self.samples is None:
             return None
         path = Path(self.samples)
@@ -187,18 +193,19 @@ class HarnessConfig(LengthConfig, CacheConfig):
 
     @property
     def multiturn(self) -> bool:
-        """True if examples become turns of a conversation."""
+        """True if few-shot examples become turns of a conversation."""
         if self.fewshot_as_multiturn is None:
             return self.apply_chat_template is not None
         return self.fewshot_as_multiturn == "true"
 
     @property
     def template(self) -> bool | str:
-        """The chat template to apply: by name, the only one (True), or none (False)."""
+        """Chat template to apply: a name, True for the tokenizer's only template, or False for
+        none."""
         return False if self.apply_chat_template is None else self.apply_chat_template or True
 
     def to_dict(self) -> dict[str, Any]:
-        """The flags that were given, for the file of results."""
+        """Return the flags that differ from their defaults, for the results file."""
         return {
             flag_of(field): value
             for field in fields(self)
@@ -208,14 +215,14 @@ class HarnessConfig(LengthConfig, CacheConfig):
 
 @dataclass(frozen=True)
 class DownloadConfig:
-    """Download of the data sets of tasks."""
+    """Download of the datasets of tasks."""
 
     task_list: str | None = option(None, flag="--task_list", aliases=("--task-list", "--tasks"))
-    """Names of tasks of lm-eval 0.2 or 0.4, separated by commas."""
+    """Comma-separated names of tasks of lm-eval 0.2 or 0.4."""
 
     @property
     def task_names(self) -> list[str]:
-        """Raises ConfigError if no name is given."""
+        """Names in --task_list. Raises ConfigError if the list is empty."""
         names = _split(self.task_list or "")
         if not names:
             raise ConfigError("--task_list is missing: names of tasks, separated by commas")

@@ -1,4 +1,5 @@
-"""Documents of lm-eval's tasks in files of this machine, instead of what a task would download."""
+"""Documents for lm-eval's tasks from local files, instead of the dataset that a task would
+download."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ _ROWS = (".jsonl", ".json", ".parquet")
 _TEXT = (".txt", ".raw", ".tokens")
 _TEXT_TASK = "wikitext"
 _TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
-"""A line of WikiText that begins an article; lines of its sections have more signs."""
+"""Title line of a WikiText article. Section headings have more equals signs."""
 
 
 def file_in(folder: str | None, name: str, flag: str) -> Path | None:
-    """Return the file of a task in the folder of the user's tasks, or None. ``flag`` names the
-    tasks. Raises ConfigError if several files have such a name."""
+    """Return the file of a task in the user's folder of documents, or None if the folder has none.
+    ``flag`` is the flag that selected the task, for messages. Raises ConfigError if several files
+    match."""
     if folder is None:
         return None
     endings = _ROWS + _TEXT if name == _TEXT_TASK else _ROWS
@@ -38,8 +40,8 @@ def file_in(folder: str | None, name: str, flag: str) -> Path | None:
 
 
 def reading(task: str, path: Path, flag: str) -> dict[str, Any]:
-    """Changes of a task's configuration so that its documents come from a file. Raises ConfigError
-    or ValueError, naming the file, if it cannot be read as such."""
+    """Return the changes to a task's configuration that make it read its documents from a file.
+    Raises ConfigError or ValueError, naming the file, if it cannot be read as documents."""
     rows = rows_of(task, path, flag)
 
     def loaded(**_: Any) -> Any:
@@ -60,9 +62,9 @@ def reading(task: str, path: Path, flag: str) -> dict[str, Any]:
 
 
 def rows_of(task: str, path: Path, flag: str) -> Sequence[dict[str, Any]]:
-    """The documents of a file: objects of JSON lines, of a JSON array or of Parquet, with the
-    fields of the task's own data set, or the articles of a WikiText. Raises ConfigError or
-    ValueError, which names the file and what would be right."""
+    """Return the documents of a file: the objects in JSON lines, a JSON array or Parquet, with the
+    fields of the task's own dataset, or the articles of a WikiText file. Raises ConfigError or
+    ValueError, naming the file and the expected content, if the file cannot be read."""
     where = f"{flag} {task}={path}"
     if not path.is_file():
         raise ConfigError(f"{where}: there is no such file")
@@ -92,7 +94,7 @@ def rows_of(task: str, path: Path, flag: str) -> Sequence[dict[str, Any]]:
 
 
 def articles(text: str) -> list[str]:
-    """The articles of a WikiText, each from its title on."""
+    """Return the articles of a WikiText file, each starting with its title."""
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
         if _TITLE.fullmatch(line):

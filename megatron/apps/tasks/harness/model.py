@@ -1,4 +1,4 @@
-"""A model of this project as lm-evaluation-harness sees one."""
+"""Model interface of lm-evaluation-harness, implemented with models of this project."""
 
 from __future__ import annotations
 
@@ -48,25 +48,27 @@ from megatron.util.progress import progress_bar
 logger = logging.getLogger(__name__)
 
 _MAX_GEN_TOKS = 256
-"""New tokens where a task gives no number."""
+"""Maximum number of new tokens if a task does not set it."""
 _TOP_K = 50
-"""Tokens that transformers draws among, where a task gives no number."""
+"""top_k if a task does not set it, as in transformers."""
 _GENERATION_KWARGS = {
     *("do_sample", "temperature", "until", "max_gen_toks", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "num_beams", "length_penalty"),
 }
 _CONTINUED = "<the message ends here> "
-"""Mark of the end of a message that is to be continued; templates write more after it."""
+"""Marker appended to a message that the model is to continue. Chat templates write more text after
+the message; it is cut off at this marker."""
 
 _NEAR = 256
-"""Characters at the end of a context that decide on the tokens of its continuation."""
+"""Number of characters at the end of a context that can affect its continuation's tokens."""
 
 EncodedPair = tuple[tuple[str, str] | None, list[int], list[int]]
-"""Context and continuation: the texts, None for a window of a longer one, and their token ids."""
+"""Texts of context and continuation (None for a window of a longer text), then the token ids of the
+context and of the continuation."""
 
 
 class TokenText(str):
-    """Token ids disguised as a request's text: lm-eval only handles texts."""
+    """Token ids disguised as a request's text, because lm-eval only passes texts."""
 
     tokens: list[int]
 
@@ -80,9 +82,10 @@ class TokenText(str):
 def generation_rules(
     kwargs: Mapping[str, Any], ends: frozenset[int], texts: Iterable[str], task: str, seed: int
 ) -> tuple[StopRules, Sampling, Beams | None]:
-    """Rules of a task's ``generation_kwargs``. ``ends`` are the tokens that end a text, ``texts``
-    those of the tokenizer's end, which also end it where other tokens write them. Raises
-    ConfigError if a value is unknown or wrong."""
+    """Return stop rules, sampling and beam search (None without beams) for a task's
+    ``generation_kwargs``. ``ends`` contains the tokens that end a text. ``texts`` contains the
+    tokenizer's end tokens as text, which also stop generation if other tokens spell them. Raises
+    ConfigError if a setting is unknown or invalid."""
     values: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), _MAX_GEN_TOKS))
     unknown = sorted(set(values) - _GENERATION_KWARGS)
     if unknown:
@@ -115,14 +118,14 @@ def generation_rules(
 
 
 class HarnessModel(TemplateLM):
-    """Answers lm-eval's requests as its own ``hf`` model does. Towards lm-eval each process of a
-    layout is alone: all make the same calls, and the scorer divides the work among them. Raises
-    ConfigError if a model of its family does not predict text.
+    """Model that answers lm-eval's requests in the same way as lm-eval's own ``hf`` model. lm-eval
+    regards each process as the only one: all ranks make the same calls, and the scorer distributes
+    the requests over ranks. Raises ConfigError if the model's family does not predict text.
 
     Args:
-        max_length: tokens that the model sees; None for its positions.
-        prefix_token_id: the token before a text without context; None for the beginning of text,
-            or else its end.
+        max_length: maximum number of tokens per request. None uses the model's number of positions.
+        prefix_token_id: token before a text without context. None uses the beginning-of-text token,
+            or else the end-of-text token.
         ends: tokens that end a generated text.
     """
 
@@ -136,14 +139,14 @@ class HarnessModel(TemplateLM):
         super().__init__()
         config = scorer.engine.config
         model, family = config.model, family_of(config.model.family)
-        # A family that predicts no text is refused before prompts are made.
+        # Fail before prompts are built if the family does not predict text.
         family.scored_lengths(config, [ScoredText(np.zeros(1, np.int64), np.zeros(1, np.int64))])
         self.scorer = scorer
         self.writer: TextWriter | None = None
         self.answer_cache: AnswerCache | None = None
         self.one_prompt: set[str] = set()
         self.text_tokenizer = scorer.tokenizer
-        # What only transformers' tokenizers have, chat templates above all.
+        # The transformers tokenizer, if any, has features that others lack, mainly chat templates.
         self.tokenizer = getattr(self.text_tokenizer, "transformers_tokenizer", None)
         self.backend = "seq2seq" if family.context_reader == "encoder" else "causal"
         self.max_length = max_length or model.positions.max_position_embeddings
@@ -153,13 +156,13 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of text, or else of a document; ValueError if the vocabulary has neither."""
+        """End-of-text token, or else end-of-document token. Raises ValueError without either."""
         ids = self.text_tokenizer.special_ids
         return self.text_tokenizer.eod if ids.eos is None else ids.eos
 
     @property
     def prefix_token_id(self) -> int:
-        """Token before a text without context."""
+        """Token that is prepended to a text without context."""
         if self._prefix_token_id is not None:
             return self._prefix_token_id
         begin = self.text_tokenizer.special_ids.bos
@@ -167,14 +170,14 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in lm-eval's caches of prompts."""
+        """Name of the tokenizer in lm-eval's prompt caches."""
         return self.text_tokenizer.source.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text, by default with the tokens that its tokenizer puts around a text, unless
-        the text begins with the prefix token itself."""
+        """Return the token ids of a text. By default they include the special tokens that the
+        tokenizer adds around a text, unless the text already begins with the prefix token."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._prefix_text)
         return list(self._encode(string, add_special_tokens))
@@ -185,8 +188,7 @@ class HarnessModel(TemplateLM):
 
     @functools.cached_property
     def _around_text(self) -> int:
-        """Return the number of tokens that the tokenizer puts before every text, where it cannot be
-        told not to."""
+        """Number of beginning-of-text tokens, 0 or 1, that even an untemplated text gets."""
         whole, bare = (
             encode("a") for encode in (self.text_tokenizer.tokenize, self._without_template)
         )
@@ -204,8 +206,9 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation after its context, and whether greedy decoding
-        would give it. Raises ConfigError if a continuation is empty."""
+        """Return, for each request, the log-probability of its continuation after its context, and
+        whether greedy decoding would produce the continuation. Raises ConfigError if a continuation
+        is empty."""
         for request in requests:
             if not request.args[1]:
                 raise ConfigError(
@@ -226,14 +229,16 @@ class HarnessModel(TemplateLM):
         return [next(answers) for answers in chosen]
 
     def _after_one_prompt(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Return the answers to requests with few distinct contexts, each of which is read once."""
+        """Return the answers to requests with few distinct contexts, computing each context only
+        once. Requests with the same context must be consecutive."""
         assert self.writer is not None
         answers: list[tuple[float, bool]] = []
         start = time.perf_counter()
         bar = progress_bar("prompts", total=len(requests), unit=" requests")
         with bar:
             for context, group in itertools.groupby(requests, key=lambda r: r.args[0]):
-                # The boundary of context and continuation depends on what is near it.
+                # The tokens at the boundary depend only on the nearby text. So only the end of a
+                # long context is tokenized with each continuation.
                 near = context[-_NEAR:]
                 rests = [self._encode_pair(near, request.args[1])[1] for request in group]
                 longest = max(map(len, rests))
@@ -248,7 +253,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a pair of texts, or the ids that the pair already has."""
+        """Return the token ids of context and continuation, which a `TokenText` already has."""
         if isinstance(context, TokenText) and isinstance(continuation, TokenText):
             return context.tokens, continuation.tokens
         return super()._encode_pair(context, continuation)  # type: ignore[no-any-return]
@@ -256,14 +261,15 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each whole text: windows of the model's length, every token
-        predicted once."""
+        """Return the log-probability of each whole text. Long texts are scored in windows of the
+        model's length; each token is scored once."""
         return self._kept("loglikelihood_rolling", requests, self._rolling)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text that the model writes after each context. Raises ConfigError where no text is
-        generated, or a task wants it in a way that is not known."""
-        # A text that is drawn is another one at each request.
+        """Return the text that the model generates after each context. Raises ConfigError if
+        this model was opened without generation, or if a task's generation settings are not
+        supported."""
+        # Only deterministic texts are cached: a sampled text differs each time.
         again = [request for request in requests if not _is_drawn(request)]
         texts = iter(self._kept("generate_until", again, self._written))
         others = iter(self._written([request for request in requests if _is_drawn(request)]))
@@ -302,7 +308,7 @@ class HarnessModel(TemplateLM):
         return [answer(number, completion) for number, completion in enumerate(completions)]
 
     def _generation(self, request: Instance, seed: int) -> GenerationRequest:
-        """A request with as much of the end of its context as there is room for."""
+        """Return a generation request. A context that does not fit is truncated on the left."""
         task, ids = str(request.task_name), self.text_tokenizer.special_ids
         texts = [self.text_tokenizer.detokenize([i]) for i in (ids.eod, ids.eos) if i is not None]
         rules = generation_rules(request.args[1], self.ends, texts, task, seed)
@@ -316,7 +322,7 @@ class HarnessModel(TemplateLM):
         return GenerationRequest(tuple(self.tok_encode(request.args[0]))[-room:], *rules)
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        """The text of new tokens alone, without special ones."""
+        """Return the text of new tokens, without special tokens."""
         ids = self.text_tokenizer.special_ids
         special = {ids.cls, ids.sep, ids.pad, ids.mask, ids.bos, ids.eos, ids.eod}
         if self.tokenizer is not None:
@@ -365,8 +371,8 @@ class HarnessModel(TemplateLM):
         return [(log_prob, greedy) for log_prob, greedy in likelihoods]
 
     def _cut(self, context: list[int], continuation: list[int]) -> TokenRequest:
-        """Return the part of a request that the model sees: as much of its end as it has positions
-        for."""
+        """Truncate the context on the left so that the request fits the model's length. Raises
+        ConfigError if the continuation alone does not fit or is empty."""
         if len(continuation) > self.max_length:
             raise ConfigError(
                 f"a continuation of {len(continuation)} tokens does not fit into the "
@@ -385,7 +391,7 @@ class HarnessModel(TemplateLM):
     def _kept(
         self, method: str, requests: list[Instance], compute: Callable[[list[Instance]], list[Any]]
     ) -> list[Any]:
-        """Return the answers to requests, computing only those missing from the cache."""
+        """Return the answers to requests, computing only those that are not cached."""
         if self.answer_cache is None:
             return compute(requests)
         cached = self.answer_cache.find(method, [request.args for request in requests])
@@ -400,11 +406,11 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation in the tokenizer's chat template, without system messages if the
-        template refuses them. Raises ConfigError if it has none."""
+        """Format a conversation with the tokenizer's chat template, dropping system messages if the
+        template rejects them. Raises ConfigError if the tokenizer has no chat template."""
         self._require_chat_template()
         messages, tag = list(chat_history), ""
-        if not add_generation_prompt and messages:  # the last message is to be continued
+        if not add_generation_prompt and messages:  # The model is to continue the last message.
             tag = _CONTINUED
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + tag}
         try:
@@ -420,7 +426,7 @@ class HarnessModel(TemplateLM):
         kept, template, _ = text.rpartition(tag.strip())
         if not template:
             raise ValueError("the chat template leaves out the message that is to be continued")
-        # A template that trims contents has removed the space behind the message as well.
+        # A template that strips messages has also removed the marker's final space.
         return kept if text[len(kept) :].startswith(tag) else kept.rstrip()
 
     @functools.cached_property
@@ -428,7 +434,7 @@ class HarnessModel(TemplateLM):
         return ChatFormat.of(self.text_tokenizer)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template itself, for the results."""
+        """Return the source of the chat template, which lm-eval records in its results."""
         if chat_template is not False:
             self._require_chat_template()
         return super().chat_template(chat_template)
@@ -442,7 +448,7 @@ class HarnessModel(TemplateLM):
             )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the facts about the model that lm-eval writes."""
+        """Return the model information that lm-eval writes into its results."""
         engine = self.scorer.engine
         return {"model_dtype": str(next(engine.model.parameters()).dtype).removeprefix("torch.")}
 

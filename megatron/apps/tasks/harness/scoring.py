@@ -1,5 +1,5 @@
-"""Answers to requests: their log-probabilities, through the engine of any layout, and a file that
-keeps answers from one evaluation to the next."""
+"""Log-probabilities for lm-eval's requests, computed with a model in any layout, and a file that
+caches answers between evaluations."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from megatron.config import ConfigError
 from megatron.data.texts import ScoredText
 from megatron.engine.train_engine import ModelEngine
 from megatron.features.evaluation.checkpoints import measure_texts
-from megatron.model.spec import CHOICE_SCORES, TEXT_SCORES, Measure
+from megatron.features.evaluation.scoring import CHOICE_SCORES, TEXT_SCORES
+from megatron.model.spec import Measure
 from megatron.tokenizer import Tokenizer
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar
 
 BATCH_TOKENS = 16384
-"""Tokens of a micro batch whose size is left open."""
+"""Maximum number of tokens in a micro batch if the batch size is chosen automatically."""
 
 ROUNDS = 64
-"""Micro batches of a rank, times the stages of a pipeline, after which answers are handed on."""
+"""Number of micro batches, per data-parallel rank and pipeline stage, between two calls of
+``on_answers``."""
 
 _MADE_BY = "model"
-"""Key of the description of the model in a file of answers, which lm-eval never asks for."""
+"""Key of the model's description in an answer file. No lm-eval request has this key."""
 
 
 _CHOSEN = 1e9
-"""Added to a token's logit so that it is the next one; scores are of the logits without it."""
+"""Logit bias that forces a token to be chosen. Scores are computed from the unbiased logits."""
 
 
 class Likelihood(NamedTuple):
-    """The log-probability (natural logarithm) of a continuation, and whether every token of it is
-    the most probable one."""
+    """Log-probability (natural logarithm) of a continuation. ``greedy`` is true if each of its
+    tokens is the most probable one."""
 
     log_prob: float
     greedy: bool
 
 
 class TokenRequest(NamedTuple):
-    """Token ids; both parts have at least one."""
+    """Token ids of a request. ``context`` and ``continuation`` have at least one token each."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -52,7 +54,7 @@ class TokenRequest(NamedTuple):
 
 @dataclass
 class Speed:
-    """Computed requests and tokens, and the time they took."""
+    """Number of requests and tokens that were computed, and the time spent on them."""
 
     requests: int = 0
     tokens: int = 0
@@ -65,9 +67,10 @@ class Speed:
 
 
 class TextScorer:
-    """Answers requests with a model in any layout. Every rank must call it with the same requests.
-    ``batch_size`` is the texts of a rank's micro batch; None for as many as make BATCH_TOKENS
-    tokens of the longest, at most ``max_batch_size``."""
+    """Scorer of requests with a model in any layout. Every rank must make the same calls.
+    ``batch_size`` is the number of texts in a rank's micro batch. None fills a micro batch with
+    at most BATCH_TOKENS tokens when padded to its longest text, and at most ``max_batch_size``
+    texts."""
 
     def __init__(
         self,
@@ -86,10 +89,11 @@ class TextScorer:
         share: bool = True,
         on_answers: Callable[[Sequence[tuple[int, Likelihood]]], object] = id,
     ) -> list[Likelihood]:
-        """The answer to each request. Requests that differ in their last token only are one text,
-        which the model reads once, if they may ``share``. ``on_answers`` is called from time to
-        time with numbers of requests and their answers. Raises ConfigError if the model's family
-        does not predict text; ValueError if a request is longer than its positions."""
+        """Return the answer to each request. With ``share``, requests that differ only in their
+        last token are computed as one text. ``on_answers`` is called at intervals with pairs of
+        request index and answer. Collective: every rank must call it. Raises ConfigError if the
+        model's family does not predict text, and ValueError if a request is longer than the model's
+        positions."""
         texts = _texts(requests, share)
         likelihoods: list[Likelihood | None] = [None] * len(requests)
         with progress_bar("scoring", total=len(requests), unit=" requests") as bar:
@@ -128,7 +132,7 @@ class TextScorer:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text with the tokens that may end it, and the numbers of the requests that do."""
+    """Text without its last token. ``last`` maps possible last tokens to indices of requests."""
 
     context: Sequence[int]
     begin: Sequence[int]
@@ -136,18 +140,19 @@ class _Text:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the model reads."""
+        """Number of tokens that the model reads."""
         return len(self.context) + len(self.begin)
 
     def scored(self, choices: int) -> ScoredText:
-        """With a number of choices, some of which may be repeated; 1 is none."""
+        """Return the text with ``choices`` possible last tokens; the first is repeated if there are
+        fewer. With 1, the last token is part of the continuation and there are no choices."""
         ends = [*self.last, *[next(iter(self.last))] * (choices - len(self.last))]
         context, continuation = np.array(self.context), np.array([*self.begin, ends[0]])
         return ScoredText(context, continuation, np.array(ends if choices > 1 else [], np.int64))
 
 
 def _texts(requests: Sequence[TokenRequest], share: bool) -> list[_Text]:
-    """The texts of requests, the longest first."""
+    """Return the distinct texts of the requests, longest first."""
     texts: dict[tuple[object, ...], _Text] = {}
     for number, (context, continuation) in enumerate(requests):
         *begin, last = continuation
@@ -158,10 +163,10 @@ def _texts(requests: Sequence[TokenRequest], share: bool) -> list[_Text]:
 
 
 class AnswerCache:
-    """Answers by method and arguments, in the format of lm-eval's own cache. The main process has
-    the file, and shares its content with the others: all must answer the same requests. ``path`` is
-    lm-eval's flag, ``model`` describes what the answers depend on. Raises ConfigError if the file
-    belongs to another model or is not such a file."""
+    """Cache of answers by method and arguments, in the format of lm-eval's own cache. The main
+    process opens the file and broadcasts its answers, so all ranks must look up the same requests.
+    ``path`` is the value of --use-cache. ``model`` describes everything that the answers depend on.
+    Raises ConfigError if the file belongs to another model or is not such a cache."""
 
     def __init__(self, path: str, model: str) -> None:
         self.path = f"{path}_rank0.db"
@@ -188,18 +193,19 @@ class AnswerCache:
                 )
             self._answers[_MADE_BY] = model
             self._answers.commit()
-        except Exception as error:  # of sqlite3, or RuntimeError if the folder does not exist
+        except Exception as error:  # an error of sqlite3, or RuntimeError if the folder is missing
             return f"--use-cache: {self.path} cannot be used: {error}"
         return None
 
     def find(self, method: str, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The kept answer to each request, None where it is missing; the same on every rank."""
+        """Return the cached answer to each request, or None if it is missing. Collective: all ranks
+        get the main process's answers."""
         answers = self._answers
         keys = () if answers is None else [_key(method, arguments) for arguments in requests]
         return _from_main([answers.get(key) for key in keys])
 
     def add(self, method: str, answers: Sequence[tuple[tuple[Any, ...], Any]]) -> None:
-        """Keeps answers by arguments; they are on the disk afterwards."""
+        """Add pairs of arguments and answer, and commit them. Only on the main process."""
         if self._answers is None:
             return
         for arguments, answer in answers:
@@ -212,7 +218,7 @@ class AnswerCache:
 
 
 def _from_main(value: Any) -> Any:
-    """The main process's value, on every rank."""
+    """Return the main process's value on every rank. Collective: every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     values = [value]
@@ -221,7 +227,7 @@ def _from_main(value: Any) -> Any:
 
 
 def _key(method: str, arguments: tuple[Any, ...]) -> str:
-    """The key of a request in lm-eval's own cache."""
+    """Return the key of a request in the format of lm-eval's cache."""
     from lm_eval.api.model import hash_args
 
     return str(hash_args(method, arguments))
@@ -230,9 +236,9 @@ def _key(method: str, arguments: tuple[Any, ...]) -> str:
 def prefix_likelihoods(
     writer: TextWriter, prompt: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[Likelihood]:
-    """Return the likelihoods of continuations of a long prompt, token ids. Each token of the tree
-    of continuations is one request of the generation engine, whose cache has the pages of the
-    prompt. Every rank must call it."""
+    """Return the likelihoods of continuations of one long prompt, all given as token ids. The
+    continuations form a prefix tree, and each node is one request to the generation engine, whose
+    KV cache shares the pages of the prompt. Collective: every rank must call it."""
     edges: dict[tuple[tuple[int, ...], int], int] = {}
     for continuation in continuations:
         for at, token in enumerate(continuation):

@@ -1,5 +1,4 @@
-"""lm-eval's tasks and tasks in the user's files: found by name, and evaluated again and again while
-training."""
+"""Load tasks of lm-eval and of the user's files by name, and evaluate them during training."""
 
 from __future__ import annotations
 
@@ -34,17 +33,18 @@ LOCAL_FILES = (
 
 
 class HarnessTask:
-    """A task or a group of lm-eval's with its documents, read once. Raises ConfigError if it is
-    unknown, or its data are not on this machine."""
+    """Task or group of lm-eval with its documents, which are loaded once. Raises ConfigError if the
+    task is unknown, or if its data are not on this machine."""
 
     def __init__(self, name: str, include_path: str | None, tokenizer: Tokenizer) -> None:
         self.name, self._tokenizer = name, tokenizer
         self._manager, self._tasks = load_tasks([name], include_path, None, "--eval-tasks")
 
     def evaluate(self, engine: ModelEngine, micro_batch_size: int) -> TaskResult:
-        """lm-eval's metrics, on the main process; every rank must call it. Those of a group's tasks
-        begin with the task's name. No generator of random numbers is set. Raises ConfigError if the
-        task generates text."""
+        """Evaluate the task. Return lm-eval's metrics on the main process, no metrics on other
+        ranks. Collective: every rank must call it. In a group, each metric's name is prefixed with
+        the name of its task. Random seeds are not changed. Raises ConfigError if the task generates
+        text."""
         model = HarnessModel(TextScorer(engine, self._tokenizer, micro_batch_size))
         start = time.perf_counter()
         results = lm_eval.simple_evaluate(
@@ -58,7 +58,7 @@ class HarnessTask:
             torch_random_seed=None,
         )
         seconds, tokens = time.perf_counter() - start, model.scorer.speed.tokens
-        if results is None:  # lm-eval has them on the main process only
+        if results is None:  # lm-eval returns results on the main process only
             return TaskResult(self.name, {}, 0, tokens, seconds)
         examples = sum(count["effective"] for count in results["n-samples"].values())
         return TaskResult(self.name, self._metrics(results["results"]), examples, tokens, seconds)
@@ -82,10 +82,10 @@ def load_tasks(
     metadata: dict[str, Any] | None,
     flag: str = "--tasks",
 ) -> tuple[TaskManager, list[Task | Group]]:
-    """Tasks and groups with their documents, and what found them. ``names``, the words of ``flag``,
-    are tasks, groups or tags, patterns, or YAML files, or TASK=FILE; with ``--task_list`` they may
-    be names of lm-eval 0.2. Raises ConfigError if one is unknown, or its data are not on this
-    machine."""
+    """Return tasks and groups with their documents, and the lm-eval manager that loaded them.
+    ``names`` are the values of ``flag``: tasks, groups, tags, patterns, YAML files, or TASK=FILE;
+    with ``--task_list`` they may be lm-eval 0.2 names. Raises ConfigError if a name is unknown, or
+    if data are not on this machine."""
     pairs = [(name, "") if _is_file(name) else name.partition("=")[::2] for name in names]
     manager = _manager([name for name, _ in pairs], include_path, metadata)
     users = _of_folder(manager)
@@ -100,12 +100,12 @@ def load_tasks(
                 continue
             tasks = loaded[spec, file] = _loaded(spec, file, manager, flag)
             if known != name and len(tasks) == 1 and isinstance(tasks[0], Task):
-                tasks[0].config.task = name  # results have the name of the command line
+                tasks[0].config.task = name  # results use the user's name for the task
     return manager, [task for tasks in loaded.values() for task in tasks]
 
 
 def _of_folder(manager: TaskManager) -> set[str]:
-    """The tasks of the user's files."""
+    """Return the names of the tasks that are defined in the user's files."""
     folder = manager.include_path
     if folder is None:
         return set()
@@ -115,7 +115,7 @@ def _of_folder(manager: TaskManager) -> set[str]:
 
 
 def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Task | Group]:
-    """A task of lm-eval with the documents of a file."""
+    """Return a task of lm-eval, changed to read its documents from a file."""
     if name not in manager.all_subtasks:
         entry = manager.task_index[name]
         members = sorted(entry.tags) or [*map(str, (entry.cfg or {}).get("task") or ())]
@@ -128,7 +128,7 @@ def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Tas
     quiet = logging.getLogger("lm_eval.api.task")
     before = quiet.level
     try:
-        quiet.setLevel(logging.ERROR)  # it advises on --metadata, which is not meant here
+        quiet.setLevel(logging.ERROR)  # suppress the advice to use --metadata, which does not apply
         built = manager.load([{"group": "files", "task": [{"task": name, **changes}]}])
     except Exception as error:
         raise ConfigError(
@@ -138,12 +138,12 @@ def _reading(name: str, path: Path, manager: TaskManager, flag: str) -> list[Tas
     finally:
         quiet.setLevel(before)
     tasks = list(built["tasks"].values())
-    tasks[0].config.custom_dataset = None  # read by now; results name the file
+    tasks[0].config.custom_dataset = None  # already read; results name the file
     return [*tasks]
 
 
 def generate(tasks: Sequence[Task | Group]) -> bool:
-    """True if one of the tasks, or of a group's, wants text of a model."""
+    """Return whether any of the tasks, or of a group's tasks, requires generated text."""
     single = chain.from_iterable(
         task.get_all_tasks() if isinstance(task, Group) else [task] for task in tasks
     )
@@ -153,8 +153,8 @@ def generate(tasks: Sequence[Task | Group]) -> bool:
 def _manager(
     names: Sequence[str], include_path: str | None, metadata: dict[str, Any] | None
 ) -> TaskManager:
-    """With lm-eval's own tasks only where they are needed: reading their files takes ten
-    seconds."""
+    """Return a task manager. It includes lm-eval's own tasks only if ``names`` need them, because
+    reading their files takes ten seconds."""
     own = TaskManager(include_path=include_path, include_defaults=False, metadata=metadata)
     index = own.task_index
     members = [
@@ -173,7 +173,8 @@ def _is_file(name: Any) -> bool:
 
 
 def _matching(name: str, manager: TaskManager, flag: str) -> list[str]:
-    """The known names that a name of the command line means."""
+    """Return the task names that match a name or pattern on the command line. Raises ConfigError if
+    none does."""
     if name in manager.task_index or _is_file(name):
         return [name]
     names = fnmatch.filter(manager.all_tasks, name) if set("*?[") & set(name) else []
@@ -187,7 +188,7 @@ def _matching(name: str, manager: TaskManager, flag: str) -> list[str]:
 def _loaded(spec: str, file: Path | None, manager: TaskManager, flag: str) -> list[Task | Group]:
     if file is not None:
         return _reading(spec, file, manager, flag)
-    # datasets reports a missing data set by several kinds of errors, some of them its own.
+    # The datasets package reports a missing dataset with several kinds of errors.
     logging.getLogger("datasets").setLevel(logging.ERROR)
     try:
         built = manager.load([spec])

@@ -1,5 +1,5 @@
-"""Names of tasks and form of results of lm-eval 0.2, which Megatron-DeepSpeed evaluates with, and
-results as rows of a table."""
+"""Compatibility with lm-eval 0.2, the version that Megatron-DeepSpeed uses: task names, the format
+of results, and results as rows of a table."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NAMES = {
 }
 _BEGINNINGS = {"hendrycksTest-": "mmlu_", "math_": "hendrycks_math_", "iwslt17-": "iwslt2017-"}
 _METRICS = {"perplexity": "ppl", "exact_match": "acc"}
-"""Metrics that have another name in 0.2."""
+"""Names that 0.2 uses for metrics that were renamed later."""
 COLUMNS = ("task", "metric", "value", "err", "version")
 _IN_TABLE = ("acc", "acc_norm", "f1")
 
 
 def name_today(name: str) -> str:
-    """The name of a task of lm-eval 0.2 in lm-eval 0.4."""
+    """Return the lm-eval 0.4 name of a task of lm-eval 0.2."""
     if name in _NAMES:
         return _NAMES[name]
     for old, new in _BEGINNINGS.items():
@@ -42,9 +42,9 @@ def name_today(name: str) -> str:
 
 
 def results_02(results: Mapping[str, Any], model: str | None) -> dict[str, Any]:
-    """Results of lm-eval 0.4 with the keys of 0.2: of each task the metrics with their standard
-    errors by their names there, only for the first filter, and its version. ``model`` is the
-    checkpoint."""
+    """Convert results of lm-eval 0.4 to the keys of 0.2: the version of each task, and its metrics
+    with standard errors under their 0.2 names. Only the first filter's values are kept. ``model``
+    is the checkpoint."""
     kept_metrics: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
         metrics = kept_metrics.setdefault(task, {})
@@ -65,8 +65,9 @@ def results_02(results: Mapping[str, Any], model: str | None) -> dict[str, Any]:
 
 
 def rows(results: Any, where: str) -> Iterator[tuple[Any, ...]]:
-    """A row of :data:`COLUMNS` for accuracy, normalised accuracy and F1 of each task of a file of
-    results, of lm-eval 0.2 or 0.4. Raises ConfigError, naming the file, if it is another."""
+    """Yield a row of :data:`COLUMNS` for each accuracy, normalised accuracy and F1 score in a
+    results file of lm-eval 0.2 or 0.4. Raises ConfigError if the content is not such results.
+    ``where`` is the file, for the message."""
     tasks = results.get("results") if isinstance(results, dict) else None
     if not isinstance(tasks, dict) or not all(isinstance(each, dict) for each in tasks.values()):
         raise ConfigError(f'{where} has no results of tasks: expected {{"results": {{...}}}}')
@@ -82,9 +83,9 @@ def rows(results: Any, where: str) -> Iterator[tuple[Any, ...]]:
 
 
 def write_table(path: Path, output: str | None = None) -> str:
-    """Writes :func:`rows` of a file as CSV with a line of names, by default to the file's name with
-    the ending .csv. Returns a summary. Raises ConfigError, ValueError or OSError, naming the file,
-    if one cannot be used."""
+    """Write the :func:`rows` of a results file as CSV with a header line, by default next to it
+    with the suffix .csv. Return a summary. Raises ConfigError, ValueError or OSError, naming the
+    file, if a file cannot be used."""
     target = Path(output) if output else path.with_suffix(".csv")
     if not path.is_file():
         raise ConfigError(f"RESULTS {path}: there is no such file")

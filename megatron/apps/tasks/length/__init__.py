@@ -1,2 +1,2 @@
-"""Evaluation of long contexts on generated documents: RULER's synthetic tasks, passkey; and the
-loss by position."""
+"""Evaluation of long contexts: RULER's synthetic tasks and passkey retrieval on generated
+documents, and the loss by position."""

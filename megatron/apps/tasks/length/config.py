@@ -1,4 +1,4 @@
-"""Lengths and depths of the tasks that generate their documents."""
+"""Flags that set the lengths of generated documents and the depths of their answers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _SHORTEST, _DEPTHS = 4096, tuple(range(0, 101, 10))
 
 @dataclass(frozen=True)
 class LengthConfig:
-    """Tasks of length: how long their documents are, and where in them the answer is."""
+    """Tasks of length: the length of documents, and the position of the answer in them."""
 
     lengths: str | None = option(
         None,
         aliases=("--max_seq_lengths", "--max-seq-lengths"),
         derived="4k, 8k, ... up to the model's positions",
     )
-    """Tokens of the documents of ruler, passkey and loss_by_position, separated by commas; 4k is
+    """Comma-separated document lengths in tokens for ruler, passkey and loss_by_position. 4k is
     4096."""
     depths: str | None = option(None, derived="0,10,...,100")
-    """Places of the needle or passkey in the text, in percent, separated by commas."""
+    """Comma-separated positions of the needle or passkey in the text, in percent."""
 
     @property
     def shares(self) -> list[float]:
-        """The depths as fractions of the text. Raises ConfigError if one is not 0 to 100."""
+        """Depths as fractions of the text. Raises ConfigError outside of 0 to 100 percent."""
         words = [str(d) for d in _DEPTHS] if self.depths is None else self.depths.split(",")
         try:
             depths = [float(word) / 100 for word in words]
@@ -38,8 +38,8 @@ class LengthConfig:
 
     @property
     def numbers(self) -> list[int] | None:
-        """The lengths in tokens, ascending; None where none is given. Raises ConfigError if one is
-        not a number of tokens."""
+        """Lengths in tokens, ascending, or None without the flag. Raises ConfigError if a value is
+        not a positive number of tokens."""
         if self.lengths is None:
             return None
         lengths = set()
@@ -53,8 +53,8 @@ class LengthConfig:
         return sorted(lengths)
 
     def of_model(self, longest: int) -> list[int]:
-        """The lengths for a model that sees ``longest`` tokens. Raises ConfigError if one is
-        longer."""
+        """Return the lengths to use for a model that reads at most ``longest`` tokens. Raises
+        ConfigError if a requested length exceeds ``longest``."""
         if self.numbers is None:
             doubled = [_SHORTEST << n for n in range(12) if _SHORTEST << n <= longest]
             return doubled or [longest]

@@ -1,4 +1,4 @@
-"""Texts in which long-context tasks hide their answers: words, sentences, needles."""
+"""Haystacks of long-context tasks: the words and sentences in which needles are hidden."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.config import ConfigError
 from megatron.util.json_text import parse_json
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""The sentence that RULER and passkey repeat."""
+"""Sentences that RULER and passkey repeat as filler."""
 
 ADJECTIVES = (
     "able amber ancient angry arctic bitter bold brave brief bright broken calm careful cheap "
@@ -56,11 +56,11 @@ WORDS = sorted({*ADJECTIVES, *NOUNS, *VERBS})
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _LONGEST_SENTENCE = 400
-"""Characters; what has no sentences, as a list, is cut between words."""
+"""Maximum number of characters. Text without sentence ends is cut between words."""
 
 
 def random_word(rng: Random) -> str:
-    """A key of RULER's form: adjective-noun."""
+    """Return a random key in RULER's format, adjective-noun."""
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
@@ -73,7 +73,7 @@ def random_uuid(rng: Random) -> str:
 
 
 def distinct(rng: Random, draw: Callable[[Random], str], count: int) -> list[str]:
-    """``count`` different texts that ``draw`` returns, in the order of the draws."""
+    """Call ``draw`` until it has returned ``count`` different texts, and return these in order."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         drawn[draw(rng)] = None
@@ -81,7 +81,8 @@ def distinct(rng: Random, draw: Callable[[Random], str], count: int) -> list[str
 
 
 def distinct_words(rng: Random, count: int) -> list[str]:
-    """``count`` different words from the list, and compounds if more are needed."""
+    """Return ``count`` different words from the lists. Compound words are added if the lists are
+    too short."""
     if count <= len(WORDS):
         return rng.sample(WORDS, count)
     words = rng.sample(WORDS, len(WORDS)) + distinct(rng, random_word, count - len(WORDS))
@@ -90,19 +91,19 @@ def distinct_words(rng: Random, count: int) -> list[str]:
 
 
 class Essay:
-    """Sentences of a text, repeated from its beginning if more are needed than it has."""
+    """Sentences of a text, repeated from the beginning if more are needed."""
 
     def __init__(self, sentences: Sequence[str]) -> None:
         self._sentences = list(sentences)
 
     def sentences(self, count: int) -> list[str]:
-        """The first ``count`` sentences."""
+        """Return the first ``count`` sentences."""
         times = -(-count // len(self._sentences))
         return (self._sentences * times)[:count]
 
 
 def essay_of_words(count: int = 5000) -> Essay:
-    """Sentences of the lists of words, always the same ones."""
+    """Return random sentences made from the word lists. They are the same at every call."""
     rng = Random(0)
     a, n = ADJECTIVES, NOUNS
     return Essay(
@@ -115,8 +116,8 @@ def essay_of_words(count: int = 5000) -> Essay:
 
 
 def essay_of_file(path: Path, flag: str) -> Essay:
-    """Sentences of a text file, or of the ``text`` of JSON lines. Raises ConfigError, which names
-    ``flag`` and the file, if it cannot be read or has no text."""
+    """Return the sentences of a text file, or of the ``text`` fields of JSON lines. Raises
+    ConfigError, naming ``flag`` and the file, if the file cannot be read or has no text."""
     sentences = [part for text in texts_of_file(path, flag) for part in split_sentences(text)]
     if not sentences:
         raise ConfigError(f"{flag}: {path} has no sentences; name a file with text")
@@ -124,8 +125,9 @@ def essay_of_file(path: Path, flag: str) -> Essay:
 
 
 def texts_of_file(path: Path, flag: str) -> list[str]:
-    """The documents of a file: the ``text`` of each of its JSON lines, or the articles of a
-    WikiText, or all of any other text. Raises ConfigError, which names ``flag`` and the file."""
+    """Return the documents of a file: the ``text`` of each JSON line, the articles of a WikiText
+    file, or any other text as a whole. Raises ConfigError, naming ``flag`` and the file, if the
+    file cannot be read."""
     if not path.is_file():
         raise ConfigError(f"{flag}: {path} is not a file; name one with text")
     try:
@@ -141,7 +143,7 @@ def texts_of_file(path: Path, flag: str) -> list[str]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, without line breaks."""
+    """Split a text into sentences without line breaks."""
     sentences = []
     for sentence in _SENTENCE_END.split(text.strip()):
         words: list[str] = []
@@ -156,7 +158,8 @@ def split_sentences(text: str) -> list[str]:
 
 
 def woven(sentences: Sequence[str], needles: Sequence[str], places: Sequence[float]) -> list[str]:
-    """The sentences with each needle at its place, 0 to 1 of the sentences before it."""
+    """Insert each needle into the sentences. ``places`` contains, for each needle, the fraction
+    from 0 to 1 of the sentences that precede it."""
     count = len(sentences)
     at = sorted((min(count, round(place * count)), n) for n, place in enumerate(places))
     result, last = list[str](), 0

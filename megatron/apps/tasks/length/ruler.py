@@ -1,9 +1,9 @@
 """Documents of RULER's synthetic tasks (Hsieh et al. 2024, arXiv:2404.06654) and of passkey
-(Mohtashami and Jaggi 2023, arXiv:2305.16300).
+retrieval (Mohtashami and Jaggi 2023, arXiv:2305.16300).
 
-Templates, numbers of needles and tokens to generate are from NVIDIA/RULER's synthetic.yaml; keys
-and values are drawn from a seed, the length is counted with any tokenizer. Sizes are in units:
-sentences, or words of a list.
+Templates and the numbers of needles and new tokens are from NVIDIA/RULER's synthetic.yaml. Keys and
+values are generated from a seed, and lengths are measured with the model's tokenizer. A document's
+size is in units, which are sentences or words of a list depending on the task.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megatron.apps.tasks.length.haystacks import (
 from megatron.config import ConfigError
 
 WRONG_KEYS = 99
-"""Keys that passkey by likelihood compares with the right one."""
+"""Number of wrong keys among which passkey by likelihood must find the correct one."""
 _DRAWS = {"word": random_word, "number": random_number, "uuid": random_uuid}
 
 
 class Document(NamedTuple):
-    """A question to a long text.
+    """Question about a long text.
 
     Attributes:
-        prefix: the beginning of the answer, a part of the request.
-        answers: texts that must all be in the answer; of a choice, the right one.
-        depth: relative place of the answer in the text, 0 to 1; None if it is in several places.
-        wrong: of a choice, the other answers.
+        prefix: beginning of the answer, included in the request.
+        answers: texts that must all occur in the answer. For multiple choice, the correct choice.
+        depth: relative position of the answer in the text, 0 to 1. None if it is in several places.
+        wrong: the wrong choices of a multiple-choice question.
     """
 
     prompt: str
@@ -51,13 +51,13 @@ class Document(NamedTuple):
 
     @property
     def request(self) -> str:
-        """The text that a model continues."""
+        """Text that the model continues."""
         return f"{self.prompt} {self.prefix}"
 
 
 class Scene(NamedTuple):
-    """Ingredients of a document: random numbers, its size in units, the place of what it asks for,
-    0 to 1, its length in tokens, and a text."""
+    """Inputs for building a document: random generator, size in units, depth of the answer from 0
+    to 1, length in tokens, and filler text."""
 
     rng: Random
     units: int
@@ -68,8 +68,14 @@ class Scene(NamedTuple):
 
 @dataclass(frozen=True)
 class LengthTask:
-    """A task: how a document is made, tokens that a model writes at most, the least units; and
-    whether the answer is chosen by likelihood, and has a depth."""
+    """Definition of a task.
+
+    Attributes:
+        make: function that builds a document.
+        new_tokens: maximum number of tokens to generate.
+        least: minimum size of a document, in units.
+        by_likelihood: whether the model chooses the answer by likelihood instead of generating it.
+        has_depth: whether the answer is at a single depth."""
 
     make: Callable[[Scene], Document]
     new_tokens: int
@@ -87,9 +93,10 @@ class LengthTask:
         tokens: Callable[[str], int],
         seed: int,
     ) -> list[tuple[int, Document]]:
-        """``count`` documents with their lengths: lengths take turns, and depths after each round
-        of lengths. A document depends on seed, name, length and number alone. Raises ConfigError if
-        a length has no room for the least document."""
+        """Return ``count`` documents, each with its length. The lengths alternate, and the depth
+        changes after each round of lengths. A document depends only on the seed, ``name``, its
+        length, and the number of earlier documents of that length. Raises ConfigError if the
+        smallest document does not fit into a length."""
         units = {length: self._units(name, length, essay, tokens, seed) for length in lengths}
         result = []
         for number in range(count):
@@ -110,7 +117,8 @@ class LengthTask:
     def _units(
         self, name: str, length: int, essay: Essay, tokens: Callable[[str], int], seed: int
     ) -> int:
-        """The most units of a document of ``length`` tokens."""
+        """Return the largest size in units with which a document fits into ``length`` tokens, to
+        within 1 %."""
 
         def fits(units: int) -> bool:
             scene = Scene(Random(f"{seed} {name} {length}"), units, 0.5, length, essay)
@@ -149,8 +157,8 @@ def _other_needles(key_kind: str, kind: str, scene: Scene) -> list[str]:
 
 
 def niah_prompt(kind: str, context: str, keys: Sequence[str], single: bool) -> tuple[str, str]:
-    """Return prompt and start of the answer for a search for the values of ``keys``, of the
-    ``kind`` "number" or "uuid"; for one value if ``single``."""
+    """Return the prompt and the beginning of the answer for finding the values of ``keys`` in
+    ``context``. ``kind`` is "number" or "uuid"; ``single`` means that there is only one value."""
     query = ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
     if single:
         some, s, be, all_of = "A", "", "is", "is the"
@@ -173,7 +181,8 @@ def _niah(
     values: int = 1,
     queries: int = 1,
 ) -> Document:
-    """A search for needles: ``keys`` with ``values`` each, of which ``queries`` are asked."""
+    """Build a needle-in-a-haystack document: ``keys`` keys with ``values`` values each, of which
+    the values of ``queries`` keys must be found."""
     rng = scene.rng
     names = distinct(rng, _DRAWS[key_kind], keys)
     numbers = [distinct(rng, _DRAWS[kind], values) for _ in names]
@@ -193,7 +202,7 @@ def _niah(
 
 
 def vt_prompt(context: str, value: str, variables: int) -> tuple[str, str]:
-    """Prompt and beginning of the answer of variable tracking; the spelling is RULER's."""
+    """Return prompt and beginning of the answer for variable tracking. The typo is RULER's."""
     prompt = (
         "Memorize and track the chain(s) of variable assignment hidden in the following text."
         f"\n\n{context}\nQuestion: Find all variables that are assigned the value {value} in the "
@@ -207,7 +216,7 @@ def vt_prompt(context: str, value: str, variables: int) -> tuple[str, str]:
 
 
 def vt_context(sentences: Sequence[str], chain: Sequence[str], places: Sequence[int]) -> str:
-    """Return the sentences, with a chain's assignments inserted before the sorted ``places``."""
+    """Join the sentences, with the assignments of a chain inserted before the sorted ``places``."""
     lines = list(sentences)
     for moved, (place, assignment) in enumerate(zip(places, chain, strict=True)):
         lines.insert(place + moved, assignment)
@@ -228,7 +237,7 @@ def _chain(rng: Random, units: int, letters: int, hops: int) -> Document:
 
 
 def _variable_tracking(scene: Scene, hops: int = 4, example_units: int = 10) -> Document:
-    """A chain of assignments, after an example with shorter names."""
+    """Build a document with a chain of assignments, after an example with shorter names."""
     example = _chain(scene.rng, example_units, 3, hops)
     asked = _chain(scene.rng, scene.units, 5, hops)
     shown = f"{example.request} {' '.join(example.answers)}\n\n\n\n"
@@ -236,7 +245,7 @@ def _variable_tracking(scene: Scene, hops: int = 4, example_units: int = 10) -> 
 
 
 def cwe_prompt(words: Sequence[str]) -> tuple[str, str]:
-    """Prompt and beginning of the answer of common words in a list."""
+    """Return the prompt and the beginning of the answer for finding the common words of a list."""
     prompt = (
         "Below is a numbered list of words. In these words, some appear more often than others. "
         f"Memorize the ones that appear most often.\n{numbered(words)}\nQuestion: What are the 10 "
@@ -250,7 +259,7 @@ def numbered(words: Sequence[str]) -> str:
 
 
 def _common_words(scene: Scene) -> Document:
-    """Ten words that are more frequent than the others, after an example."""
+    """Build a list in which ten words are more frequent than the others, after an example."""
     short = scene.length < 4096
 
     def one(units: int, often: int, seldom: int) -> Document:
@@ -265,14 +274,14 @@ def _common_words(scene: Scene) -> Document:
 
 
 def fwe_words(vocabulary: Sequence[str], count: int) -> list[str]:
-    """Each word as often as Zipf's law with alpha 2 says for ``count`` of them; zeta(2) is
-    pi^2 / 6."""
+    """Return about ``count`` words whose frequencies follow Zipf's law with exponent 2: the word of
+    rank r occurs count / (zeta(2) r^2) times, rounded down, where zeta(2) is pi^2 / 6."""
     share = count / (math.pi**2 / 6)
     return [word for rank, word in enumerate(vocabulary, 1) for _ in range(int(share / rank**2))]
 
 
 def fwe_prompt(words: Sequence[str]) -> tuple[str, str]:
-    """Prompt and beginning of the answer of frequent words in a coded text."""
+    """Return prompt and beginning of the answer for the frequent words of a coded text."""
     prompt = (
         "Read the following coded text and track the frequency of each coded word. Find the three "
         f"most frequently appeared coded words. {' '.join(words)}\nQuestion: Do not provide any "
@@ -289,7 +298,7 @@ def _frequent_words(scene: Scene) -> Document:
     def coded(rng: Random) -> str:
         return "".join(rng.choices(string.ascii_lowercase, k=6))
 
-    # The most frequent word is noise.
+    # The most frequent "word" is noise, which the prompt tells the model to ignore.
     vocabulary = ["...", *distinct(scene.rng, coded, max(20, scene.length // 50))]
     words = fwe_words(vocabulary, scene.units)
     scene.rng.shuffle(words)
@@ -297,7 +306,7 @@ def _frequent_words(scene: Scene) -> Document:
 
 
 def _passkey(scene: Scene) -> Document:
-    """A number of five digits in repeated sentences."""
+    """Build a document that hides a five-digit number in repeated sentences."""
     key, *wrong = distinct(scene.rng, partial(random_number, digits=5), 1 + WRONG_KEYS)
     needle = f"The pass key is {key}. Remember it. {key} is the pass key."
     text = "\n".join(woven(_noise(scene), [needle], [scene.depth]))
@@ -327,11 +336,12 @@ RULER = {
     "ruler_cwe": LengthTask(_common_words, 120, least=20),
     "ruler_fwe": LengthTask(_frequent_words, 50, least=50),
 }
-"""RULER's tasks by lm-eval's names, without its two of questions, which need data sets."""
+"""RULER's tasks by their lm-eval names. The two question-answering tasks are missing because they
+need datasets."""
 ESSAY_TASKS = [
     *("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery")
 ]
-"""Tasks that hide their needles in a text."""
+"""Tasks that hide their needles in an essay instead of repeated sentences."""
 TASKS = {
     **RULER,
     "passkey": LengthTask(_passkey, 8, by_likelihood=True, has_depth=True),

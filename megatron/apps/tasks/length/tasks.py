@@ -1,4 +1,4 @@
-"""Tasks of length as lm-eval sees them: documents, requests, scores by length and depth."""
+"""Long-context tasks for lm-eval: documents, requests, and scores by length and depth."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from megatron.util.progress import say
 
 BY_POSITION = "loss_by_position"
 NAMES = (*TASKS, "ruler", BY_POSITION)
-"""Names of tasks of length, and of RULER's together."""
+"""Names of the long-context tasks. ``ruler`` selects all of RULER's tasks."""
 _PER_LENGTH = 500
-"""Documents of a task and length, as RULER's; --limit takes the first."""
+"""Number of documents per task and length, as in RULER. --limit uses only the first ones."""
 _SHORTEST_RANGE = 64
 _MISSING = -1.0
-"""lm-eval's score of a document under the metrics of other lengths."""
+"""Placeholder score for the metrics of other lengths, since lm-eval requires every metric from
+every document."""
 
 
 @dataclass(frozen=True)
 class LengthPlan:
-    """The tasks of length among the names of ``--tasks``, each with its file or None, and the other
-    names."""
+    """Long-context tasks among ``--tasks``, each with its file or None, and other names."""
 
     tasks: Mapping[str, Path | None]
     others: Sequence[str]
 
     @classmethod
     def of(cls, names: Sequence[str], flag: str = "--tasks") -> LengthPlan:
-        """Divides the names that ``flag`` has. Raises ConfigError if a task needs a file and has
-        none, or reads none and has one."""
+        """Separate the long-context tasks from the other names in ``flag``. Raises ConfigError if a
+        task lacks the file that it needs, or has a file that it does not read."""
         tasks, others = dict[str, Path | None](), []
         for word in names:
             name, _, file = word.partition("=")
@@ -62,20 +62,21 @@ class LengthPlan:
 
     @property
     def generates(self) -> bool:
-        """True if the model writes text, or scores answers after one prompt."""
+        """True if a task needs the generation engine, to generate text or to score many answers
+        after one prompt."""
         return any(name != BY_POSITION for name in self.tasks)
 
     def built(
         self, model: HarnessModel, lengths: LengthConfig, limit: float | None, seed: int
     ) -> list[Task | Group]:
-        """The tasks with their documents, for a model's tokenizer and positions. Raises
-        ConfigError if a length is beyond its positions, or a file cannot be used."""
+        """Build the tasks with documents for a model's tokenizer and number of positions. Raises
+        ConfigError if a length exceeds the model's positions, or if a file cannot be used."""
         builder = _Builder(model, lengths, limit, seed)
         return [builder.task(name, path) for name, path in self.tasks.items()]
 
 
 class _Builder:
-    """Makes tasks for one model. ``limit`` and ``seed`` are the evaluation's."""
+    """Builder of tasks for one model. ``limit`` is the value of --limit."""
 
     def __init__(
         self, model: HarnessModel, config: LengthConfig, limit: float | None, seed: int
@@ -136,11 +137,12 @@ class _Builder:
             self._model.one_prompt.add(name)
         with _without_advice():
             built = ConfigurableTask(config=config)
-        built.config.custom_dataset = None  # read by now
+        built.config.custom_dataset = None  # already read; results cannot contain it
         return built
 
     def _windows(self, path: Path) -> list[list[int]]:
-        """The first tokens of each document that is as long as the longest length."""
+        """Return the first tokens of each document, as many as the longest length. Shorter
+        documents are skipped. Raises ConfigError if all documents are too short."""
         length, longest = self._lengths[-1], 0
         windows = []
         for text in texts_of_file(path, f"--tasks {BY_POSITION}"):
@@ -161,8 +163,8 @@ def _tokens(model: HarnessModel, text: str) -> int:
 
 
 def _row(number: int, length: int, document: Document) -> dict[str, Any]:
-    """A document with lm-eval's names of fields. The right choice is at a place that is drawn, so
-    that a model that finds all equal is seldom right."""
+    """Return a document with lm-eval's field names. The index of the correct choice is random, so
+    that a model that finds all choices equally likely is rarely correct."""
     row: dict[str, Any] = {
         "index": number, "input": document.prompt, "outputs": document.answers,
         "gen_prefix": document.prefix, "max_length": length, "depth": document.depth,
@@ -177,7 +179,7 @@ def _row(number: int, length: int, document: Document) -> dict[str, Any]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Without lm-eval's advice on --metadata, which tasks of functions do not need."""
+    """Suppress lm-eval's advice to use --metadata, which does not apply to tasks built in code."""
     logger = logging.getLogger("lm_eval.api.task")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -188,13 +190,13 @@ def _without_advice() -> Iterator[None]:
 
 
 def mean_of_present(scores: Sequence[float]) -> float:
-    """Return the mean of the scores of the metric's length; NaN without any."""
+    """Return the mean over the documents of the metric's length, or NaN without any."""
     present = [score for score in scores if score != _MISSING]
     return sum(present) / len(present) if present else math.nan
 
 
 def contained_share(answer: str, texts: Sequence[str]) -> float:
-    """RULER's score: the share of the texts that are in the answer, in upper or lower case."""
+    """Return RULER's score: the fraction of the texts that occur in the answer, ignoring case."""
     return sum(text.lower() in answer.lower() for text in texts) / len(texts)
 
 
@@ -212,8 +214,9 @@ def _chosen(lengths: Sequence[int], doc: Any, results: Sequence[Any]) -> dict[st
 
 
 class PositionLoss(ConfigurableTask):  # type: ignore[misc]
-    """The loss of the tokens in ranges of positions, in nats per token, of windows that begin with
-    a document. Ranges double, so that all of them together cost two passes through a window."""
+    """Loss by range of positions, in nats per token, on windows that start at the beginning of a
+    document. Each range is as long as all ranges before it together, so that scoring all ranges
+    costs two passes over a window."""
 
     def __init__(self, windows: Sequence[Sequence[int]], prefix: int) -> None:
         self._windows, self._prefix = windows, prefix
@@ -240,11 +243,11 @@ class PositionLoss(ConfigurableTask):  # type: ignore[misc]
 
     @property
     def names(self) -> list[str]:
-        """Metrics: the first position of a range and the one after its last."""
+        """Names of the metrics, BEGIN-END. The end position is not part of the range."""
         return [f"{a}-{b}" for a, b in zip(self.edges, self.edges[1:], strict=False)]
 
     def construct_requests(self, doc: Any, ctx: Any, **kwargs: Any) -> list[Instance]:
-        """A request of token ids for each range."""
+        """Return one request per range, with token ids instead of texts."""
         for name in ("apply_chat_template", "chat_template"):
             kwargs.pop(name, None)
         tokens = self._windows[doc["window"]]

@@ -1,1 +1,2 @@
-"""Retrievers on questions: vectors of passages, answers among the nearest, fine-tuning."""
+"""Retrievers for question answering: passage embeddings, evaluation by nearest-neighbour search,
+and fine-tuning."""

@@ -1,4 +1,4 @@
-"""Retrievers on questions: their passages' vectors, and the answers among the nearest."""
+"""Retriever tasks: embed passages, and measure how often the nearest answer a question."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ DEFAULT_ACCURACIES = (1, 5, 20, 100)
 
 
 def run_retriever(config: TaskConfig, settings: Settings, processes: int) -> None:
-    """Computes the vectors of passages and, but for RETRIEVER-INDEX, evaluates on questions. See
-    :data:`megatron.apps.tasks.command.TaskFunction`."""
+    """Compute the embeddings of passages and, except for RETRIEVER-INDEX, evaluate the retriever on
+    questions. See :data:`megatron.apps.tasks.command.TaskFunction`."""
     task, evidence, embeddings = config.task, config.evidence_data_path, config.embedding_path
     tables = {"--qa-data-dev": config.qa_data_dev, "--qa-data-test": config.qa_data_test}
     named = {flag: path for flag, path in tables.items() if path is not None}
@@ -91,8 +91,7 @@ def _vectors_of_passages(
     checkpoint: FoundCheckpoint,
     passages: Sequence[EvidencePassage],
 ) -> Vectors:
-    """The vectors of ``--embedding-path``, which are computed and written where it does not
-    exist."""
+    """Return the embeddings in ``--embedding-path``, computing the file if it is missing."""
     assert config.embedding_path is not None and config.evidence_data_path is not None
     path, main = Path(config.embedding_path), is_main_process()
     about = identity(run, checkpoint, config.evidence_data_path)
@@ -132,7 +131,8 @@ def _evaluate(
     questions: dict[str, list[EvidenceQuestion]],
     queries: Vectors,
 ) -> None:
-    """Prints, for each table of questions, how many are answered by the nearest passages."""
+    """Print and save, for each table of questions, the fraction of questions that the nearest
+    passages answer."""
     most, results, start = min(config.faiss_topk_retrievals, len(passages)), [], 0
     wanted = run.config.model.part(BiencoderConfig).retriever_report_topk_accuracies
     for flag, asked in questions.items():

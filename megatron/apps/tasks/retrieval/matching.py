@@ -1,8 +1,7 @@
-"""Answers in passages, as the evaluation of DPR finds them (Karpukhin et al. 2020,
-arXiv:2004.04906, section 4.2; facebookresearch/DPR, qa_validation.py), and the tables of questions
-and passages.
+"""Tables of questions and passages, and the search for answers in passages, as in the evaluation of
+DPR (Karpukhin et al. 2020, arXiv:2004.04906, section 4.2; facebookresearch/DPR, qa_validation.py).
 
-Shape suffixes: Q questions, K passages of each.
+Shape suffixes: Q questions, K passages per question.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ class EvidenceQuestion(NamedTuple):
 
 
 def words(text: str) -> list[str]:
-    """Words and marks of a text in lower case, in Unicode's decomposed form."""
+    """Return the words and punctuation of a text, lower-case, in Unicode's decomposed form."""
     return [word.lower() for word in _WORDS.findall(unicodedata.normalize("NFD", text))]
 
 
 def has_words(text: str, answers: Sequence[str]) -> bool:
-    """True if the words of an answer follow each other in a text; an answer without words never
-    does."""
+    """Return whether the words of any answer, if it has any, occur consecutively in a text."""
     own = words(text)
     for answer in map(words, answers):
         places = range(len(own) - len(answer) + 1) if answer else ()
@@ -52,8 +50,8 @@ def has_words(text: str, answers: Sequence[str]) -> bool:
 
 
 def has_match(text: str, answers: Sequence[str]) -> bool:
-    """True if a text contains a match of an answer, a regular expression; one that is malformed
-    matches nothing."""
+    """Return whether any answer, a regular expression, matches within a text. A malformed
+    expression matches nothing."""
     text, flags = unicodedata.normalize("NFD", text), regex.IGNORECASE | regex.MULTILINE
     for answer in answers:
         try:
@@ -68,7 +66,8 @@ MATCHERS: dict[str, Callable[[str, Sequence[str]], bool]] = {
     "string": has_words,
     "regex": has_match,
 }
-"""Return whether a text answers a question, by ``--faiss-match``."""
+"""Functions that return whether a text contains one of the answers, by value of
+``--faiss-match``."""
 
 
 def hits(
@@ -77,8 +76,8 @@ def hits(
     texts: Sequence[EvidencePassage],
     match: str,
 ) -> npt.NDArray[np.int64]:
-    """The number of questions with an answer among the first 1, 2 ... K retrieved passages, int64
-    [K]; -1 stands for no passage."""
+    """Return, for each k from 1 to K, the number of questions that at least one of their first k
+    retrieved passages answers, int64 [K]. In ``found_QK``, -1 represents a missing passage."""
     counts, matches = np.zeros(found_QK.shape[1], np.int64), MATCHERS[match]
     for question, numbers in zip(questions, found_QK, strict=True):
         for place, number in enumerate(numbers.tolist()):
@@ -89,8 +88,8 @@ def hits(
 
 
 def read_passages(path: str) -> list[EvidencePassage]:
-    """The passages of ``--evidence-data-path``. Raises ConfigError, with the line, if the file is
-    not such a table."""
+    """Return the passages in ``--evidence-data-path``. Raises ConfigError, with the line, if the
+    file is not a table of passages."""
     rows, passages = _rows("--evidence-data-path", path), list[EvidencePassage]()
     header = next(rows, (1, []))[1]
     if header != HEADER:
@@ -111,8 +110,8 @@ def read_passages(path: str) -> list[EvidencePassage]:
 
 
 def read_questions(flag: str, path: str) -> list[EvidenceQuestion]:
-    """The questions of a table, with their answers. Raises ConfigError, with the line, if the file
-    is not such a table."""
+    """Return the questions of a table, with their answers. Raises ConfigError, with the line, if
+    the file is not a table of questions."""
     questions = []
     for line, row in _rows(flag, path):
         answers = _answers(row[1]) if len(row) == 2 else None
@@ -137,7 +136,7 @@ def _answers(text: str) -> list[str] | None:
 
 
 def _rows(flag: str, path: str) -> Iterator[tuple[int, list[str]]]:
-    """The lines of a table with their numbers."""
+    """Yield the rows of a tab-separated table with their line numbers."""
     if not Path(path).is_file():
         raise ConfigError(f"{flag} {path} is not a file")
     csv.field_size_limit(2**30)

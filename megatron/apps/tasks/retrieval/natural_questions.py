@@ -1,11 +1,12 @@
-"""Fine-tuning of a retriever on questions with passages, files of DPR
+"""Fine-tuning of a retriever on questions with passages, in the format of DPR's files
 (facebookresearch/DPR: biencoder-nq-train.json).
 
-Each question is trained with its first positive passage against those of the others in a step and,
-on request, hard negative ones. Evaluations rank the positive passage of each question among all
-passages of the set, the "average rank" of Karpukhin et al. 2020 (arXiv:2004.04906).
+Each question is trained with its first positive passage. The negatives are the positive passages of
+the other questions in the batch and, if requested, hard negative passages. An evaluation ranks the
+positive passage of each question among all passages of the set, the "average rank" of Karpukhin et
+al. 2020 (arXiv:2004.04906).
 
-Shape suffixes: N pairs of a question and a passage, Q questions, D elements of a vector.
+Shape suffixes: N pairs of a question and a passage, Q questions, D elements of an embedding.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron.apps.tasks.fine_tuning.task import (
 )
 from megatron.apps.tasks.retrieval.vectors import PassageEncoder
 from megatron.config import ConfigError, Setting, Settings
-from megatron.data.samples import MadeSamples
+from megatron.features.evaluation.checkpoints import MadeSamples
 from megatron.features.retrieval.flags import FAMILY
 from megatron.features.retrieval.layers import places, vectors_of
 from megatron.features.retrieval.samples import IctSample, Ids, PairCollator
@@ -47,7 +48,7 @@ class TitledText(NamedTuple):
 
 
 class AskedQuestion(NamedTuple):
-    """A question of a file, and its passages."""
+    """Question with its positive, hard negative and other negative passages."""
 
     identity: str
     text: str
@@ -58,8 +59,8 @@ class AskedQuestion(NamedTuple):
 
 
 class AskedSample(NamedTuple):
-    """Tokens of a question and of passages, the positive one first; each with True if it counts:
-    all questions of a batch have the same number."""
+    """Tokens of a question and of its passages, the positive one first. The flag of each passage is
+    False for padding passages, which give all questions of a batch the same number of passages."""
 
     query: Ids
     contexts: Sequence[tuple[Ids, bool]]
@@ -70,7 +71,7 @@ def _pair_vectors(state: LayerState, batch: Any) -> dict[str, torch.Tensor]:
 
 
 PAIR_VECTORS = Measure(("vectors",), _pair_vectors, ends="logits", per_sample=True)
-"""The vectors of a query and its context together, [B, 2 D]."""
+"""Embeddings of a query and its context, concatenated to [B, 2 D]."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class NaturalQuestions(FineTuning):
         return {"family": Setting(FAMILY, origin), "head": Setting("lm", origin)}
 
     def read(self, path: Path) -> list[Any]:
-        """The questions of a file that have a positive passage."""
+        """Return the questions of a file. Those without a positive passage are left out."""
         content = parse_json(path.read_bytes(), str(path))
         if not isinstance(content, list) or not content:
             raise ConfigError(f"{path}: expected a list of questions, as in DPR's files")
@@ -128,8 +129,9 @@ class NaturalQuestions(FineTuning):
         )
 
     def scores(self, predictions: Sequence[Prediction]) -> Scores:
-        """The share of questions whose passage is among the first k, of all passages of their set,
-        and its mean place, from 1."""
+        """Return top-k accuracies for several k, the fraction of questions whose positive
+        passage is among the first k of all passages in the set. Also return its mean rank,
+        counted from 1."""
         ranks = np.array([each.predicted for each in predictions], np.float64)
         values = {f"top{k}_accuracy": float((ranks <= k).mean()) for k in (1, 5, 20, 100)}
         mean = float(ranks.mean())
@@ -140,7 +142,7 @@ class NaturalQuestions(FineTuning):
     def _ranks(
         self, questions: Sequence[AskedQuestion], firsts: Sequence[int], numbers: Numbers
     ) -> list[Prediction]:
-        """The place of each question's positive passage, from 1."""
+        """Return the rank, from 1, of each question's positive passage."""
         query_ND, context_ND = torch.from_numpy(numbers["vectors"]).chunk(2, dim=1)
         labels, ranks = torch.tensor(firsts), list[int]()
         for rows in labels.split(256):
@@ -151,7 +153,7 @@ class NaturalQuestions(FineTuning):
         ]
 
     def _share(self, examples: Sequence[Any], run: Run) -> Sequence[Any]:
-        """The questions of ``--sample-rate``."""
+        """Return a random fraction ``--sample-rate`` of the questions, depending on the seed."""
         count = max(1, int(len(examples) * self.config.sample_rate))
         if count == len(examples):
             return examples
@@ -186,8 +188,8 @@ class NaturalQuestions(FineTuning):
 
 
 def _question(item: Any, where: str) -> AskedQuestion | None:
-    """A question of DPR's files, without the mark at its end; None without a positive passage.
-    Raises ConfigError if it is something else."""
+    """Parse a question in a DPR file, dropping a final question mark. Return None if it has no
+    positive passage. Raises ConfigError if the item is not a question."""
     try:
         lists = [
             [

@@ -1,6 +1,7 @@
-"""Vectors of texts by one encoder of a retriever, their file, and the exact search among them.
+"""Embeddings of texts by one encoder of a retriever, the file that stores them, and exact
+nearest-neighbour search.
 
-Shape suffixes: N texts, Q questions, D elements of a vector, K retrieved.
+Shape suffixes: N texts, Q questions, D elements of an embedding, K retrieved passages.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from safetensors.torch import save_file
 from megatron.apps.tasks.retrieval.matching import EvidencePassage
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError
-from megatron.data.samples import MadeSamples
 from megatron.engine.environment import training_device
 from megatron.engine.loading import load_checkpoint
-from megatron.features.evaluation.checkpoints import measure_samples
+from megatron.features.evaluation.checkpoints import MadeSamples, measure_samples
 from megatron.features.evaluation.evaluator import Evaluator, build_evaluator
 from megatron.features.masked.heads import LabelledText, collate_labelled
 from megatron.features.retrieval.family import VECTORS, encoder_spec
@@ -40,13 +40,13 @@ from megatron.util.processes import return_freed_memory
 
 Vectors = npt.NDArray[np.float16]
 _CHUNK = 32
-"""Forward passes whose vectors are in float64 at a time."""
+"""Number of forward passes after which embeddings are converted from float64 to float16."""
 _ELEMENTS = 2**24
-"""Scores in memory at a time."""
+"""Maximum number of scores to compute at a time."""
 
 
 class PassageEncoder:
-    """Tokens of questions and passages, at most ``longest`` each, including special ones."""
+    """Tokenizer of questions and passages: adds special tokens, truncates to ``longest``."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int) -> None:
         self.tokenizer, self.longest = tokenizer, longest
@@ -59,11 +59,11 @@ class PassageEncoder:
         return cls(run.tokenizer, wanted if longest is None else min(wanted, longest))
 
     def question(self, asked: str) -> npt.NDArray[np.int64]:
-        """``[CLS] question [SEP]``."""
+        """Return the token ids of ``[CLS] question [SEP]``."""
         return self._whole([asked])
 
     def passage(self, title: str, body: str) -> npt.NDArray[np.int64]:
-        """``[CLS] title [SEP] text [SEP]``, as the contexts of the inverse cloze task."""
+        """Return the ids of ``[CLS] title [SEP] text [SEP]``, as in the inverse cloze task."""
         return self._whole([title, body])
 
     def _whole(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -79,7 +79,8 @@ class PassageEncoder:
 def opened_encoder(
     run: Run, mesh: Mesh, checkpoint: FoundCheckpoint, queries: bool
 ) -> Iterator[Evaluator]:
-    """One encoder of a retriever, of queries or of contexts, with the weights of a checkpoint."""
+    """Build one encoder of a retriever with the weights of a checkpoint, as a context manager.
+    ``queries`` selects the query encoder, otherwise the context encoder is built."""
     spec = encoder_spec(run.config.model, run.config.parallel, queries)
     engine = build_evaluator(run.config, spec, mesh, training_device())
     load_checkpoint(engine, checkpoint, weights_only=True)
@@ -96,8 +97,9 @@ def embed(
     size: int,
     progress: Callable[[int, int], object] = lambda batches, texts: None,
 ) -> Vectors:
-    """The vectors of items that ``encode`` makes tokens of, float16 [N, D], the same on every rank;
-    every rank calls it. ``progress`` gets the forward passes and the texts that are done."""
+    """Return the embeddings of items, float16 [N, D], the same on every rank. Collective: every
+    rank must call it. ``encode`` tokenizes an item. ``progress`` is called with the numbers of
+    forward passes and texts so far."""
     ranks, parts = engine.mesh.samples.size, []
     chunk = _CHUNK * size * ranks
     collate = partial(collate_labelled, pad=pad)
@@ -113,7 +115,7 @@ def embed(
 
 
 def identity(run: Run, checkpoint: FoundCheckpoint, evidence: str) -> dict[str, str]:
-    """Values that differ where the vectors of passages do."""
+    """Return values that identify everything the passages' embeddings depend on."""
     model = run.config.model.shaping()
     return {
         "checkpoint": checkpoint_digest(checkpoint.folder),
@@ -127,8 +129,7 @@ def identity(run: Run, checkpoint: FoundCheckpoint, evidence: str) -> dict[str, 
 def save_vectors(
     path: Path, vectors: Vectors, passages: Sequence[EvidencePassage], about: dict[str, str]
 ) -> None:
-    """Writes a file of safetensors with ``vectors`` and ``ids``, which appears when it is
-    complete."""
+    """Write ``vectors`` and ``ids`` as safetensors. The file appears when it is complete."""
     ids = torch.tensor([passage.identity for passage in passages])
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
@@ -136,8 +137,8 @@ def save_vectors(
 
 
 def load_vectors(path: Path, passages: Sequence[EvidencePassage], about: dict[str, str]) -> Vectors:
-    """The vectors of passages in a file. Raises ConfigError if it belongs to other passages or
-    another model, or cannot be read."""
+    """Return the passage embeddings stored in a file. Raises ConfigError if the file cannot be
+    read, or if it was computed from other passages or another model."""
     flag = f"--embedding-path {path}"
     try:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
@@ -163,9 +164,9 @@ def load_vectors(path: Path, passages: Sequence[EvidencePassage], about: dict[st
 def nearest(
     vectors_ND: Vectors, queries_QD: npt.NDArray[Any], k: int, device: torch.device
 ) -> npt.NDArray[np.int64]:
-    """The numbers of the ``k`` vectors with the largest inner products with each query, int64
-    [Q, K], the largest first, of equal ones the smallest number; -1 where there are fewer. Every
-    query is compared with every vector, in float32."""
+    """Return the indices of the ``k`` embeddings with the largest inner products with each query,
+    int64 [Q, K], in descending order. Ties go to the smaller index. If there are fewer than ``k``
+    embeddings, the remaining entries are -1. The search is exact, in float32."""
     queries = torch.from_numpy(queries_QD).to(device, torch.float32)
     best_QK = queries.new_full((len(queries), k), float("-inf"))
     numbers_QK = torch.full((len(queries), k), -1, device=device)
@@ -174,7 +175,7 @@ def nearest(
         block = torch.from_numpy(vectors_ND[start : start + step]).to(device, torch.float32)
         numbers = torch.arange(start, start + len(block), device=device).expand(len(queries), -1)
         scores = torch.cat((best_QK, queries @ block.t()), 1)
-        # Stable: those before have smaller numbers.
+        # A stable sort prefers earlier entries, which have smaller indices.
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
         best_QK = scores.gather(1, order)
         numbers_QK = torch.cat((numbers_QK, numbers), 1).gather(1, order)

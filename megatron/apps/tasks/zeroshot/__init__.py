@@ -1,1 +1,1 @@
-"""Tasks that need no training: perplexities, and the last words of LAMBADA."""
+"""Tasks that need no fine-tuning: perplexities, and LAMBADA's prediction of last words."""

@@ -1,4 +1,4 @@
-"""``--task WIKITEXT103``, ``LAMBADA`` and ``RAW``: a task on one or all checkpoints."""
+"""Tasks ``WIKITEXT103``, ``LAMBADA`` and ``RAW`` of ``--task``, on one or all checkpoints."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import move_to, progress_bar, say
 
 _PREPARED = {"WIKITEXT103": "wikitext", "LAMBADA": "lambada", "RAW": "json"}
-"""Tasks of :func:`prepare` by the name in ``--task``."""
+"""Task names that :func:`prepare` expects, by value of ``--task``."""
 _WIKITEXT_STRIDE = 32
 
 
 def run_zero_shot(config: TaskConfig, settings: Settings, processes: int) -> None:
-    """Evaluates ``--task``. See :data:`megatron.apps.tasks.command.TaskFunction`."""
+    """Run the task that ``--task`` selects. See
+    :data:`megatron.apps.tasks.command.TaskFunction`."""
     name = str(config.task)
     if not config.valid_data:
         raise ConfigError(f"--task {name} needs --valid-data, the file to evaluate on")
@@ -65,7 +66,7 @@ def run_zero_shot(config: TaskConfig, settings: Settings, processes: int) -> Non
 
 
 def _notes(config: TaskConfig, settings: Settings, unused: list[str]) -> list[str]:
-    """Lines about flags that change nothing, and about the family."""
+    """Return messages about unused flags, and the model family's note about scoring."""
     name, task = config.task, _PREPARED[str(config.task)]
     ignored = {
         "--train-data": config.train_data,
@@ -109,7 +110,7 @@ def _evaluated(
     found: FoundCheckpoint | None,
     tell: Callable[[str], None],
 ) -> ModelResults:
-    """A checkpoint's results; None: results of random weights."""
+    """Return a checkpoint's results, or the results of random weights if ``found`` is None."""
     config, iteration, folder = engine.config, None, None
     if found is None:
         tell("no --load: the weights are random")
@@ -134,8 +135,8 @@ def _evaluated(
 def _progress(
     name: str, texts: int, per_iteration: int, every: int, tell: Callable[[str], None]
 ) -> Iterator[Callable[[int], None]]:
-    """A function that shows how many texts are done: by a bar on a terminal, and by the lines of
-    Megatron-LM, one in ``every`` iterations of ``per_iteration`` texts."""
+    """Yield a function that shows the number of completed texts: with a progress bar on a terminal,
+    and with Megatron-LM's lines, one every ``every`` iterations of ``per_iteration`` texts."""
     lines_shown = -1
     with progress_bar(name, total=texts, unit=" texts") as bar:
 

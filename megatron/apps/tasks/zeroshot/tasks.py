@@ -1,4 +1,4 @@
-"""The zero-shot tasks: texts to score with their continuations, and measures of the scores."""
+"""Zero-shot tasks: texts to score with their continuations, and metrics of the scores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron.training.metrics import perplexity
 from megatron.util.progress import move_to, progress_bar
 
 TASKS = ("wikitext", "lambada", "json")
-"""Names of tasks for :func:`prepare`."""
+"""Task names of :func:`prepare`."""
 
 Numbers = npt.NDArray[np.float64]
 
@@ -46,10 +46,12 @@ def prepare(
     most_windows: int | None = None,
     name: str | None = None,
 ) -> ZeroShotTask:
-    """A task of :data:`TASKS` with its files read and tokenized, for models of one shape.
-    ``overlapping_eval`` and ``most_windows`` are the stride and number of :class:`Windows`, ``raw``
-    says how JSON files are read, and ``name`` names the results. Raises OSError or ValueError if a
-    file or a line of it cannot be used, or the model does not continue text."""
+    """Read and tokenize the files of a task of :data:`TASKS`, for a model.
+
+    ``overlapping_eval`` and ``most_windows`` are the stride and maximum number of :class:`Windows`.
+    ``raw`` contains the settings for reading JSON files, and ``name`` is the name of the results.
+    Raises OSError or ValueError if a file or one of its lines cannot be used, or if the model's
+    family does not continue text."""
     if not family_of(model.family).generates:
         raise ConfigError(
             f"a model of the family {model.family} does not continue text, which {task} measures; "
@@ -73,8 +75,8 @@ def prepare(
 
 
 class Measured(NamedTuple):
-    """Metrics of a task, the tokens that count, its line as Megatron-LM prints it, and further
-    values for the file of results."""
+    """Metrics of a task, the number of scored tokens, the line that Megatron-LM prints, and further
+    values for the results file."""
 
     metrics: dict[str, float]
     tokens: int
@@ -83,8 +85,8 @@ class Measured(NamedTuple):
 
 
 class ZeroShotTask(ABC):
-    """A task whose texts to score are read and tokenized; it can be evaluated again and again.
-    ``name`` names its results, ``notes`` are lines about the files, for the user."""
+    """Task whose texts are already read and tokenized. It can be evaluated repeatedly. ``name`` is
+    the name of its results, and ``notes`` contains messages about the files for the user."""
 
     name: str
     texts: Sequence[ScoredText]
@@ -99,9 +101,9 @@ class ZeroShotTask(ABC):
         micro_batch_size: int,
         progress: Callable[[int], object] | None = None,
     ) -> TaskResult:
-        """Scores the texts with a model; every rank must call it, and gets the same result.
-        ``progress`` is called with the number of texts that are done, from time to time; by default
-        that moves a bar. Raises ConfigError if the model's family does not predict text."""
+        """Score the texts with a model. Collective: every rank must call it, and all get the same
+        result. ``progress`` is called at intervals with the number of completed texts; the default
+        is a progress bar. Raises ConfigError if the model's family does not predict text."""
         start = time.perf_counter()
         with ExitStack() as stack:
             if progress is None:
@@ -112,8 +114,8 @@ class ZeroShotTask(ABC):
         return self.result(scores["log_prob"], scores["correct"], seconds)
 
     def result(self, log_prob: Numbers, correct: Numbers, seconds: float) -> TaskResult:
-        """The result from the log-probability of every text's continuation, [n], and the tokens of
-        it that the model finds most likely, [n]."""
+        """Return the result, given for each text the log-probability of its continuation and the
+        number of continuation tokens that are the model's most probable ones."""
         metrics, tokens, line, details = self.measured(log_prob, correct)
         dashes = "-" * (len(line) + 1)
         lines = (dashes, line, dashes)
@@ -121,14 +123,14 @@ class ZeroShotTask(ABC):
 
     @abstractmethod
     def measured(self, log_prob: Numbers, correct: Numbers) -> Measured:
-        """The measures of these numbers, see :meth:`result`."""
+        """Return the metrics for the arguments of :meth:`result`."""
 
 
 class Windows(Sequence[ScoredText]):
-    """Windows of ``length`` inputs over a text [T], each ``stride`` tokens after the one before it,
-    at most ``most``. All tokens but the first are scored: those that the first window predicts, and
-    of each other window the last ``stride``, which are new in it. Raises ConfigError if the stride
-    is above the length."""
+    """Windows of ``length`` input tokens over a text [T], ``stride`` tokens apart, at most ``most``
+    of them. Every token but the first is scored once: the first window scores all of its tokens,
+    each later window only its last ``stride`` tokens. Raises ConfigError if the stride exceeds the
+    length."""
 
     def __init__(
         self, tokens: npt.NDArray[np.int64], length: int, stride: int, most: int | None = None
@@ -148,7 +150,7 @@ class Windows(Sequence[ScoredText]):
 
     @property
     def targets(self) -> int:
-        """Tokens that are scored."""
+        """Number of scored tokens."""
         return min(len(self._tokens) - 1, self._length + (self._count - 1) * self._stride)
 
     @overload
@@ -167,8 +169,8 @@ class Windows(Sequence[ScoredText]):
 
 
 class WikiText(ZeroShotTask):
-    """WIKITEXT103: the perplexity of the text of one file. The adjusted perplexity is per word of
-    the file, as they were before the detokenizer: so models with different tokenizers compare."""
+    """WIKITEXT103: the perplexity of one text file. The adjusted perplexity is per word of the file
+    before detokenization, so that models with different tokenizers are comparable."""
 
     name = "wikitext"
     texts: Windows
@@ -219,9 +221,9 @@ class WikiText(ZeroShotTask):
 
 
 class JsonText(ZeroShotTask):
-    """RAW: the perplexity of the documents of loose JSON files as one stream of tokens, each with
-    the end-of-document token after it unless ``raw`` says otherwise. No more of the files is read
-    than ``most`` windows need."""
+    """RAW: the perplexity of the documents of JSON lines files, concatenated. Each document ends
+    with the end-of-document token unless ``raw`` disables it. The files are read only as far as
+    ``most`` windows need."""
 
     name = "json"
     texts: Windows
@@ -280,10 +282,10 @@ class JsonText(ZeroShotTask):
 
 
 class Lambada(ZeroShotTask):
-    """LAMBADA: passages whose last token is to be predicted, or, if ``strict``, every token of the
-    last word between white space. The context of a model of ``longest`` positions is cut at its
-    beginning. A passage is correct if every token of the label is the most likely one, given the
-    right ones before it."""
+    """LAMBADA: predict the last token of each passage or, if ``strict``, every token of its last
+    word. A context that exceeds the model's ``longest`` positions is truncated on the left. A
+    passage counts as correct if every token to predict is the most probable one, given the correct
+    tokens before it."""
 
     name = "lambada"
 
@@ -350,7 +352,7 @@ class Lambada(ZeroShotTask):
 
 
 def _last_word(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Tokens of the context and the last word; no tokens without a context."""
+    """Return the tokens of the context and of the last word; both empty without a context."""
     word = next(reversed(record.text.split()), "")
     context = record.text[: record.text.rfind(word)].strip()
     if not context:
@@ -367,5 +369,5 @@ def _last_word(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list[in
 
 
 def _plain(text: str) -> str:
-    """The characters that tokenizers which change a text keep."""
+    """Normalize a text, for comparing it with the output of tokenizers that change it."""
     return "".join(normalized("NFKC", text).casefold().split())

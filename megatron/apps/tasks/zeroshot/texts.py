@@ -1,7 +1,7 @@
-"""Texts of evaluation files: records of JSON lines, whole files, and word-level corpora,
-detokenized, so that a model reads ordinary text.
+"""Read the texts of evaluation files: JSON lines, whole files, and word-level corpora, which are
+detokenized to ordinary text.
 
-The rules of the detokenizers are from Megatron-LM, in its order, which affects published
+The detokenization rules and their order are those of Megatron-LM, because they affect published
 perplexities.
 """
 
@@ -18,7 +18,7 @@ from megatron.tokenizer import Tokenizer
 
 
 class Record(NamedTuple):
-    """A text, and its place."""
+    """Text in an evaluation file, with its position there."""
 
     text: str
     records: TextRecords
@@ -26,12 +26,13 @@ class Record(NamedTuple):
 
     @property
     def place(self) -> str:
-        """File and line, for a message."""
+        """File and line of the text, for error messages."""
         return located(self.records, self.offset)
 
     def tokens(self, tokenizer: Tokenizer, part: str | None = None) -> list[int]:
-        """The ids of the text, or of a part of it without what the tokenizer puts around a whole
-        text. Raises ValueError, which names the line, if it cannot be tokenized."""
+        """Return the token ids of the text, with the special tokens that the tokenizer adds, or
+        those of ``part`` without them. Raises ValueError, naming the line, if the text cannot be
+        tokenized."""
         try:
             if part is None:
                 return tokenizer.tokenize(self.text)
@@ -41,9 +42,10 @@ class Record(NamedTuple):
 
 
 def records_of(path: str, key: str, delim: str | None = None) -> Iterator[Record]:
-    """The texts under a key in the lines of a file, blank lines left out; of a folder or glob, one
-    after the other. Raises FileNotFoundError; ConfigError if no line has a text; ValueError, which
-    names the line, if one is not a JSON object with a string under the key."""
+    """Yield the texts under ``key`` in the JSON lines of a file, skipping blank lines. A folder or
+    glob is read file by file. Raises FileNotFoundError if no file matches, ConfigError if there is
+    no text, and ValueError, with the line, if a line is not a JSON object with a string under
+    ``key``."""
     empty = True
     for records in text_records(path, key, delim):
         for span in records.ranges():
@@ -59,8 +61,8 @@ def records_of(path: str, key: str, delim: str | None = None) -> Iterator[Record
 
 
 def read_text(path: str) -> str:
-    """A UTF-8 file, line breaks as they are. Raises OSError; ValueError, which names the byte, if
-    it is not UTF-8, or it is empty."""
+    """Read a UTF-8 file without changing its line breaks. Raises OSError if the file cannot be
+    read, and ConfigError if it is empty or, with the line, if it is not UTF-8."""
     with open(path, "rb") as file:
         content = file.read()
     try:
@@ -76,7 +78,7 @@ def read_text(path: str) -> str:
 
 
 Rule = tuple[str, str] | Callable[[str], str]
-"""A text and its replacement, or a function of the whole text."""
+"""Pair of a string and its replacement, or a function of the whole text."""
 
 _DEGREE = "\N{DEGREE SIGN}"
 
@@ -92,19 +94,20 @@ _PTB: Sequence[Rule] = (
 
 
 def _pair(start: str, end: str) -> Rule:
-    """No white space inside a pair of brackets or quotation marks."""
+    """Return a rule that removes white space just inside a pair of brackets or quotation marks."""
     inside = re.compile(f"{re.escape(start)}([^{re.escape(end)}]*){re.escape(end)}")
     return partial(_tightened, inside, start, end)
 
 
 def _tightened(inside: re.Pattern[str], start: str, end: str, text: str) -> str:
-    # After the last end nothing matches, and each start would search all of the rest for one.
+    # Skip the text after the last closing mark: nothing matches there, and searching on from each
+    # opening mark would take quadratic time.
     last = text.rfind(end) + 1
     pairs = inside.sub(lambda found: start + found[1].strip() + end, text[:last])
     return pairs + text[last:]
 
 
-# Megatron-LM has one more rule, for the year in "the summer of ' 69"; its pattern contains slashes
+# Megatron-LM has one more rule, for the year in "the summer of ' 69". Its pattern contains slashes
 # and never matches in prose.
 _WIKITEXT: Sequence[Rule] = (
     ("s '", "s'"),
@@ -122,12 +125,13 @@ _WIKITEXT: Sequence[Rule] = (
 )
 
 _RULES: dict[str, Sequence[Rule]] = {"ptb": _PTB, "wiki": _WIKITEXT, "lambada": ()}
-"""By the word that a path contains; the first one counts."""
+"""Detokenization rules, by the word in a file's path that selects them. The first match wins."""
 
 
 def detokenizer_of(path: str) -> tuple[str | None, Callable[[str], str]]:
-    """The detokenizer of a file: its name, None without one, and the function. It is the first of
-    ptb, wiki and lambada anywhere in the path as it was given; upper and lower case differ."""
+    """Return the name of a file's detokenizer, or None, and the function that applies it. It is the
+    first of ptb, wiki and lambada that occurs in the path, case-sensitively. Without one, the
+    function returns the text unchanged."""
     name = next((word for word in _RULES if word in path), None)
 
     def detokenized(text: str) -> str:

@@ -15,7 +15,7 @@ from megatron.apps.generation.decoding.beams import BeamSearch
 from megatron.apps.generation.decoding.text_stream import continuation_text
 from megatron.apps.generation.request import Beams, StopRules
 from megatron.config import TokenizerConfig
-from megatron.tokenizer.plain import ByteLevelTokenizer
+from megatron.features.tokenizers.byte_level import ByteLevelTokenizer
 
 VOCAB, STOP, NEW = 60, 7, 8
 

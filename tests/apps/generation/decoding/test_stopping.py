@@ -14,7 +14,7 @@ from megatron.apps.generation.decoding.text_stream import (
 )
 from megatron.apps.generation.request import StopRules
 from megatron.config import TokenizerConfig
-from megatron.tokenizer.plain import ByteLevelTokenizer
+from megatron.features.tokenizers.byte_level import ByteLevelTokenizer
 
 
 @pytest.fixture(scope="module")

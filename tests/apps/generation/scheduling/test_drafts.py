@@ -17,7 +17,8 @@ from megatron.apps.generation.request import (
 )
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.schedule import EngineLimits
-from megatron.tokenizer.plain import ByteLevelTokenizer, NullTokenizer
+from megatron.features.tokenizers.byte_level import ByteLevelTokenizer
+from megatron.tokenizer.plain import NullTokenizer
 
 VOCAB, LONGEST = 6, 64
 

@@ -10,7 +10,7 @@ from megatron.apps.generation.request import Constraint, GenerationRequest, Samp
 from megatron.apps.generation.scheduling.engine import GenerationEngine
 from megatron.apps.generation.scheduling.engine_thread import EngineThread
 from megatron.apps.generation.scheduling.schedule import EngineLimits
-from megatron.tokenizer.plain import ByteLevelTokenizer
+from megatron.features.tokenizers.byte_level import ByteLevelTokenizer
 
 pytest.importorskip("llguidance", reason="constraints need the extra serve")
 

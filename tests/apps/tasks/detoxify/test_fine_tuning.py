@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from detoxifying.fine_tuning import FineTuneConfig, fine_tuning_data
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import ConfigError
-from megatron.data.indexed import IndexedDatasetWriter
 from megatron.run.run import RunToolParser, run_data, run_of
 
 FLAGS = (

@@ -12,8 +12,8 @@ from megatron.apps.tasks.fine_tuning.examples import TABLES, LabelledExample, Ra
 from megatron.apps.tasks.fine_tuning.text_to_text import NUMBERS, PROMPTS, TextTable, number_word
 from megatron.config import ConfigError
 from megatron.families import family_of
+from megatron.features.tokenizers.byte_level import ByteLevelTokenizer
 from megatron.features.tokenizers.wordpiece import WordPieceTokenizer
-from megatron.tokenizer.plain import ByteLevelTokenizer
 
 ROWS = {
     "MNLI": ({"premise": "A man ran", "hypothesis": "He moved"}, 0, ("entailment", 1)),
