@@ -20,7 +20,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+TESTS = ROOT / "tests"
+sys.path[:0] = map(str, (ROOT, TESTS, TESTS / "helpers", TESTS / "distributed"))
 
 from ledger import commit  # noqa: E402
 from pool import Pool, RankError  # noqa: E402

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.features.cross_attention.layers import CrossBlock
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.block import Block
 from megatron.model.embedding import LM_LOSS, InputEmbedding, TokenEmbedding
@@ -79,8 +80,8 @@ def layers(model: ModelConfig, tp: TensorParallel) -> list[LayerSpec]:
     the output of the others."""
     table = partial(TokenEmbedding, model, tp, None)
 
-    def block(layer: int, **how: object) -> LayerSpec:
-        build = partial(Block, model, layer, tp, False, **how)
+    def block(layer: int, cross: bool = False, **how: object) -> LayerSpec:
+        build = partial(CrossBlock if cross else Block, model, layer, tp, False, **how)
         return LayerSpec(f"layers.{layer}", build, block=True)
 
     return [

@@ -17,7 +17,7 @@ from samples import sampled
 from warm_runs import alive, wait
 
 from megatron.apps.corpus.indexed_files import check_dataset
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 
 ROOT = Path(__file__).parents[2]
 MODEL = (

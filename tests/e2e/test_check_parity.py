@@ -307,7 +307,8 @@ def test_other_breaks(tmp_path, breaks, layout, named):
 @pytest.mark.proof
 def test_half_precision_and_few_micro_batches():
     layouts = "dp2-bf16,dp2-zero1-bf16,tp2-zero2-bf16,dp2-zero1-fp16,dp2-zero3-fp16,pp2-zero1-fp16"
-    result = check("--layouts", f"{layouts},dp2-fp16,tp2-sp-fp16,pp2-dualpipev-fp16")
+    halves = f"{layouts},dp2-fp16,tp2-sp-fp16,pp2-dualpipev-fp16"
+    result = check("--num-layers", 4, "--layouts", halves)
     assert result.returncode == 0, result.stdout
     assert re.search("bf16, fp16: .* of one process in fp32", result.stdout)
     # One micro batch for each replica: one process has a single order to sum them in.

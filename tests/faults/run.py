@@ -14,7 +14,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
 from faults.campaign import Tally, campaign  # noqa: E402
 from faults.fault import attempt  # noqa: E402

@@ -15,7 +15,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+ROOT = Path(__file__).parents[2]
+DETOXIFYING = ROOT / "examples_deepspeed/megatron/detxoify_lm"
+sys.path[:0] = map(str, (ROOT, ROOT / "tests", ROOT / "tests/helpers", DETOXIFYING))
 
 from fuzz.campaign import Summary, campaign  # noqa: E402
 from fuzz.edits import Edit  # noqa: E402

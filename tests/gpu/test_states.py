@@ -4,7 +4,7 @@ resumes."""
 import numpy as np
 import pytest
 import torch
-from flat_partitions import first_ranks, flat_partitions, set_gradients
+from flat_partitions import flat_partitions, set_gradients
 from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, peak_of_update, train
 from torch import Tensor, nn
 
@@ -36,12 +36,12 @@ def states_after(name: str, steps: int, device: torch.device, compiled: bool) ->
     form = StoredStates(DTYPES[name])
     params = [[nn.Parameter(each.to(device)) for each in group] for group in drawn(0)]
     wrapper, optimizer = flat_partitions(params, padding=3)
-    form.take_main_weights(wrapper, optimizer, first_ranks(wrapper))
+    form.take_main_weights(wrapper, optimizer)
     for group in optimizer.param_groups:
         group.update(lr=1e-2, weight_decay=0.1)
-    keys = {param: 10**6 * n for n, param in enumerate(p for group in params for p in group)}
+    form.keys = {param: 10**6 * n for n, param in enumerate(p for group in params for p in group)}
     kernel = ElementwiseAdam(form, BETAS, EPS, compiled)
-    update = PartitionUpdate(wrapper, optimizer, first_ranks(wrapper), form, kernel, 1 << 17, keys)
+    update = PartitionUpdate(wrapper, optimizer, form, kernel, 1 << 17)
     factor, held = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
     for step in range(steps):
         set_gradients(wrapper, [[each.to(device) for each in group] for group in drawn(1 + step)])
@@ -88,12 +88,10 @@ def test_nothing_is_made_of_a_slices_size(name):
     size, form = 1 << 24, StoredStates(DTYPES[name])
     params = [nn.Parameter(torch.zeros(size, device=DEVICE, dtype=torch.bfloat16)) for _ in "abcd"]
     wrapper, optimizer = flat_partitions([params])
-    form.take_main_weights(wrapper, optimizer, first_ranks(wrapper))
+    form.take_main_weights(wrapper, optimizer)
     kernel = ElementwiseAdam(form, BETAS, EPS, compiled=True)
-    keys = {param: n for n, param in enumerate(params)}
-    update = PartitionUpdate(
-        wrapper, optimizer, first_ranks(wrapper), form, kernel, size // 4, keys
-    )
+    form.keys = {param: n for n, param in enumerate(params)}
+    update = PartitionUpdate(wrapper, optimizer, form, kernel, size // 4)
     assert peak_of_update(update, wrapper, params) <= (1 << 20) + (2 * size if name == "C" else 0)
 
 

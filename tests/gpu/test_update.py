@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from flat_partitions import first_ranks, flat_partitions, set_gradients
+from flat_partitions import flat_partitions, set_gradients
 from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, peak_of_update, train
 from torch import Tensor, nn
 
@@ -47,9 +47,7 @@ def test_against_float64_and_without_waiting(name):
     wrapper, optimizer = flat_partitions([[nn.Parameter(x) for x in group] for group in on_device])
     for group in optimizer.param_groups:
         group.update(lr=1e-2, weight_decay=0.1)
-    update = PartitionUpdate(
-        wrapper, optimizer, first_ranks(wrapper), Float32States(), kernel(name), MOST
-    )
+    update = PartitionUpdate(wrapper, optimizer, Float32States(), kernel(name), MOST)
     factor, good, bad = (torch.tensor(x, device=DEVICE) for x in (0.5, 0.0, 1.0))
     for step, number in enumerate((0, 1, None, 2)):
         grads = [
@@ -86,9 +84,7 @@ def test_one_graph_for_all_slices():
     adam = kernel("compiled")
     on_device = [[each.to(DEVICE) for each in group] for group in drawn(0, torch.bfloat16)]
     wrapper, optimizer = flat_partitions([[nn.Parameter(x) for x in group] for group in on_device])
-    update = PartitionUpdate(
-        wrapper, optimizer, first_ranks(wrapper), Float32States(), adam, 1 << 16
-    )
+    update = PartitionUpdate(wrapper, optimizer, Float32States(), adam, 1 << 16)
     for step in range(3):
         grads = [[x.to(DEVICE) for x in group] for group in drawn(step, torch.bfloat16)]
         set_gradients(wrapper, grads)
@@ -104,9 +100,7 @@ def test_no_copy_of_the_gradients(name):
     size = 1 << 24
     params = [nn.Parameter(torch.zeros(size, device=DEVICE, dtype=torch.bfloat16)) for _ in "abcd"]
     wrapper, optimizer = flat_partitions([params])
-    update = PartitionUpdate(
-        wrapper, optimizer, first_ranks(wrapper), Float32States(), kernel(name), size // 4
-    )
+    update = PartitionUpdate(wrapper, optimizer, Float32States(), kernel(name), size // 4)
     assert peak_of_update(update, wrapper, params) <= (
         1 << 20 if name == "compiled" else size + (1 << 20)
     )

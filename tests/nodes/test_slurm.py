@@ -11,7 +11,7 @@ import pytest
 from launched_runs import ROOT, environment
 from nodes.slurm import cluster, missing
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")

@@ -18,6 +18,7 @@ RING, RING_ATTENTION, BLOCKS = (
 )
 NORM, LATENT = "model/norm.py", "features/latent/attention.py"
 MASKED_HEADS = "features/masked/heads.py"
+PARITY = "apps/parity/gradients.py"
 
 MISSING, DOUBLE, SCALE, GROUP = "missing sum", "double sum", "wrong scale", "wrong group"
 ORDER, OFFSET, RANKS, COUNT = "wrong order", "off by one", "swapped ranks", "counted twice"

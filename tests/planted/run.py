@@ -72,7 +72,8 @@ def preload() -> None:
     """Import what all children need of other projects."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "DS_LOG_LEVEL": "warning", "CUDA_VISIBLE_DEVICES": ""}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    listed = re.findall(r'^    "([\w.]+)",$', (ROOT / "tests" / "preloaded.py").read_text(), re.M)
+    modules = (ROOT / "tests" / "helpers" / "preloaded.py").read_text()
+    listed = re.findall(r'^    "([\w.]+)",$', modules, re.M)
     of_others = [name for name in listed if not name.startswith("megatron")]
     for name in ("torch", "deepspeed", "pytest", "hypothesis", *of_others):
         import_module(name)

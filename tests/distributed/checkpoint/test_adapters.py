@@ -13,13 +13,12 @@ from training_jobs import TINY
 
 from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.manifest import BaseRecord
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config import ConfigError
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
-from megatron.features.adapters.checkpoint import check_base
+from megatron.features.adapters.checkpoint import BaseRecord, check_base
 from megatron.features.adapters.peft import write_peft
 from megatron.run.run import parse_run
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from configs import model_config, run_config
 
+from megatron.apps.parity.gradients import average_gradients
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config import CheckpointConfig, OptimizerConfig
 from megatron.engine.loading import load_checkpoint
@@ -18,7 +19,7 @@ from megatron.engine.saving import CheckpointWriter
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import AsyncOptimizerStep
-from megatron.engine.update.optimizer import average_gradients, build_optimizer, gradient_norm
+from megatron.engine.update.optimizer import build_optimizer, gradient_norm
 from megatron.model.layer_list import initialise
 from megatron.parallel.linear import KernelStates
 from megatron.parallel.mesh import AXES, build_mesh, coordinates_of

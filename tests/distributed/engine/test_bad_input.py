@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from training_jobs import TINY
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 
 BASE = [*TINY, "--train-iters", "4"]
 

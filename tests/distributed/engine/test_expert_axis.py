@@ -19,11 +19,11 @@ from training_jobs import TINY
 from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.runs import PlainTraining, watched_trainer
 from megatron.config import ConfigError
-from megatron.engine.deepspeed_patches import check_fewer_replicas
 from megatron.engine.deepspeed_replacements import FEWER_REPLICAS_3, require
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.families import spec_of
+from megatron.features.experts.axis import check_divided
 from megatron.features.resilience.steps.replicas import Replicas
 from megatron.features.trackers.tensorboard import state_norms
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -262,8 +262,8 @@ def test_what_deepspeed_gets_wrong_is_refused(what):
     zero, number = WRONG[what]
     settings = {"zero_optimization": {**zero, "stage": number}}
     with pytest.raises(ConfigError, match=f"{what}.*experts that are divided over ranks"):
-        check_fewer_replicas(settings, number)
-    check_fewer_replicas(settings, 0)
+        check_divided(settings, number)
+    check_divided(settings, 0)
 
 
 def test_stage_3_of_an_older_deepspeed_is_refused(monkeypatch):

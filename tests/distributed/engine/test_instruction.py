@@ -7,8 +7,8 @@ import pytest
 from samples import sampled
 from training_jobs import TINY, train, train_plainly
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.apps.parity.runs import Drift
-from megatron.data.indexed import IndexedDatasetWriter
 
 LAYOUTS = {
     "dp2-zero3": (2, "--zero-stage 3"),

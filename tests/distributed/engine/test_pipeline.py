@@ -16,7 +16,7 @@ from megatron.engine.environment import distributed, training_device
 from megatron.families import spec_of
 from megatron.parallel.later_products import add_products
 from megatron.parallel.pipeline_schedules import PipelineSchedule
-from megatron.parallel.timeline import simulate, simulate_order
+from megatron.parallel.timeline import simulate
 from megatron.run.run import parse_run, run_data
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2".split()
@@ -62,7 +62,7 @@ def executed(argv):
 def executed_timeline(pool, name, chunks):
     layout = ["--pipeline-model-parallel-size", "4", "--pipeline-schedule", name]
     orders = pool.run(4, executed, [*FLAGS, *layout])
-    return simulate_order(orders, PipelineSchedule(name, 4, chunks, 8))
+    return simulate(PipelineSchedule(name, 4, chunks, 8), orders=orders)
 
 
 def test_interleaving_shrinks_the_bubble(pool):

@@ -11,10 +11,10 @@ import pytest
 from samples import sampled
 from training_jobs import TINY
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.apps.parity import runs
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.checkpoint.folder import complete_tags
-from megatron.data.indexed import IndexedDatasetWriter
 from megatron.engine.train_engine import TrainEngine
 from megatron.features.resilience.steps import second_look
 from megatron.model.mlp import MLP

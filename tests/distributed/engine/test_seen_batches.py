@@ -8,7 +8,7 @@ import pytest
 from family_models import FAMILIES, NO_DROPOUT, blocks
 from training_jobs import TINY, train
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from tools.show_batch import main
 
 STEPS = 4

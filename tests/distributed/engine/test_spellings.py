@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from training_jobs import train
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.features.tokenizers.train import train_byte_level_bpe
 
 SHAPE = (

@@ -13,8 +13,8 @@ import pytest
 from samples import sampled
 from training_jobs import TINY, train
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.checkpoint.folder import KEPT, complete_tags
-from megatron.data.indexed import IndexedDatasetWriter
 
 STEPS, EVERY, TOKENS, BAD = 60, 10, 16, (150,)
 FLAGS = [flag for flag in TINY if flag != "--mock-data"] + [

@@ -5,12 +5,11 @@ import pytest
 import torch
 from training_jobs import TINY, depth, train, train_plainly
 
-from megatron.apps.parity.gradients import average_by
+from megatron.apps.parity.gradients import average_by, average_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import PlainTraining, RunRecord, watched_trainer
 from megatron.checkpoint.source import locate_checkpoint
 from megatron.engine.environment import deterministic_kernels, distributed
-from megatron.engine.update.optimizer import average_gradients
 from megatron.parallel.shard import shard_of
 from megatron.run.run import parse_run
 

@@ -9,6 +9,7 @@ from configs import model_config
 from pool import tensor_group
 from torch import Tensor
 
+from megatron.features.cross_attention.layers import CrossBlock
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState, initialise
@@ -38,7 +39,7 @@ def compute(kv_heads: int, tp: TensorParallel) -> dict[str, tuple[Tensor, object
     blocks = torch.nn.ModuleDict(
         {
             "encoder": Block(model, 0, tp, False, "full"),
-            "decoder": Block(model, 1, tp, False, cross=True),
+            "decoder": CrossBlock(model, 1, tp, False),
         }
     ).double()
     for name, param in blocks.named_parameters():

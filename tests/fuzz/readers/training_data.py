@@ -9,12 +9,13 @@ import numpy as np
 from fuzz.fuzzer import Fuzzer
 from fuzz.wire import example, frame
 
+from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import DataConfig, TokenizerConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.corpora import INDEXED
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset
 from megatron.data.sources import BlendReader
 from megatron.features.corpora.corpora import read_corpora
 from megatron.features.instruction.conversations import read_examples

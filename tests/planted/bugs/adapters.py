@@ -95,7 +95,7 @@ BUGS = [
             "whole[rows] = merged(whole[rows], 1.0, **values)",
             "merged weights lack the scale of their additions", DENSE),
     Planted("merge-into-base-file", "adapters", STALE, FILES,
-            "            whole = whole.clone()  # it may be a file that is mapped into memory", "            pass",
+            "            whole = whole.clone()", "            pass",
             "a second reading merges additions twice",
             ("formats/huggingface/test_peft.py::test_merging_does_not_change_the_base",)),
     Planted("merge-keys-before-values", "adapters", ORDER, FILES,
