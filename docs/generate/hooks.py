@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-for folder in (str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)):
+for folder in map(str, (ROOT, ROOT / "tests", ROOT / "tests/helpers", Path(__file__).parent)):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 

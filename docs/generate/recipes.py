@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-for folder in (str(ROOT), str(ROOT / "tests")):
+for folder in (str(ROOT), str(ROOT / "tests" / "helpers")):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
@@ -352,9 +352,9 @@ def facts(recipe: Recipe) -> dict[str, str]:
         "layout": f"`{short_name(plan.layout)}`",
         "memory of a GPU": f"{plan.memory.total / 2**30:.1f} GiB",
         "step": f"{tokens:,} tokens, {plan.time.total:.2f} s",
-        "texts": f"{texts}: another {writing:.1f} s at least" * bool(texts),
+        "texts": f"{texts}: at least another {writing:.1f} s" * bool(texts),
         "speed": "at most " * bool(texts)
-        + f"{tokens / seconds / recipe.gpus:,.0f} tokens a second and GPU",
+        + f"{tokens / seconds / recipe.gpus:,.0f} tokens per second and GPU",
     }
     if recipe.base is None:
         steps = training.train_iters
@@ -375,7 +375,7 @@ def page(recipe: Recipe, losses: Sequence[float]) -> str:
     table = "\n".join(f"| {key} | {value} |" for key, value in facts(recipe).items())
     if recipe.base is not None:
         settings = "BASE=MODEL DATA=examples.json"
-        small = "the first 80 of Alpaca's examples, for a Llama of random weights"
+        small = "the first 80 of Alpaca's examples, with a Llama of random weights"
     else:
         files = "VOCAB_FILE=vocab.json MERGE_FILE=merges.txt"
         if recipe.family != "gpt":
@@ -383,13 +383,16 @@ def page(recipe: Recipe, losses: Sequence[float]) -> str:
         settings = f"DATA_PATH=text_document {files}"
         small = f"tiny Shakespeare with a vocabulary of {VOCABULARY}"
     if recipe.name == "dpo":
-        small += "; the answer to the next instruction is the rejected one"
-    note = "measurements; a GPU computes at 60 % of its peak, which small models do not reach."
+        small += "; the rejected answer is that to the next instruction"
+    note = (
+        "measurements. They assume that a GPU reaches 60 % of its peak, which it does not with\n"
+        "small models."
+    )
     if recipe.measure == "reward":
-        small += "; the reward is the share of letters from a to m in a text; all is float32"
+        small += "; the reward is the share of the letters a to m in a text; all is float32"
         note += f"""
-Each token of a text waits for weights and keys from GPU memory, {READ / 1e12:.1f} TB a second.
-Neither the pass of the reference model nor rewards are counted."""
+Each token of a text waits for weights and keys from GPU memory, at {READ / 1e12:.1f} TB a second.
+The pass of the reference model and the rewards are not counted."""
     ranks = f", on {recipe.small_processes} processes," if recipe.small_processes > 1 else ""
     expected = " | ".join(f"{losses[step - 1]:.3f}" for step in SHOWN if step <= len(losses))
     steps = " | ".join(str(step) for step in SHOWN if step <= len(losses))
@@ -412,12 +415,12 @@ Memory and time are estimates of [`tools/plan.py`](../guides/planning.md) for th
 {settings} {name}
 ```
 
-Flags behind the script replace its own ([settings](../../examples_deepspeed/README.md)).
+Flags after the script override its own ([settings](../../examples_deepspeed/README.md)).
 
 ## The curve at small size
 
-With `SMALL=1` the script trains the same recipe with 2 layers of width 64{ranks} on a CPU. The data
-of the curve are {small}. This makes them, trains, and compares:
+With `SMALL=1` the script trains the same recipe with 2 layers of width 64{ranks} on a CPU. The
+curve was trained on {small}. This command makes the data, trains, and compares the values:
 
 <!-- needs: files -->
 ```sh
@@ -430,9 +433,9 @@ MEGATRON_TEST_DATA=FOLDER python docs/generate/recipes.py --check {recipe.name}
 |{rule}|
 | {recipe.measure} | {expected} |
 
-`curves.json` next to the scripts has all steps, and each is compared, to {BAND:.0%}. FOLDER has
-`tinyshakespeare/input.txt` (github.com/karpathy/char-rnn) and `sft/alpaca_en_demo.json`
-(github.com/hiyouga/LLaMA-Factory).
+`curves.json` in the scripts' folder has all steps. Every value must agree within {BAND:.0%}.
+FOLDER contains `tinyshakespeare/input.txt` (github.com/karpathy/char-rnn) and
+`sft/alpaca_en_demo.json` (github.com/hiyouga/LLaMA-Factory).
 """
 
 
@@ -454,12 +457,13 @@ def gallery(known: dict[str, list[float]]) -> str:
     return f"""<!-- Written by docs/generate/recipes.py. -->
 # Recipes
 
-Each is one script of [`examples_deepspeed/recipes/`](../../examples_deepspeed/README.md) with the
-values of its full size, and a run with `SMALL=1` whose losses or rewards are known: if yours are
-the same, software and machine compute what they should before a GPU hour is spent. Memory and time
-are estimates. The [gallery](gallery.md) has configuration and log of the small runs.
+Start from the script of a published model. Each recipe is one script of
+[`examples_deepspeed/recipes/`](../../examples_deepspeed/README.md) with the values of its full
+size, and a small run (`SMALL=1`) whose losses or rewards are known. If yours are the same, software
+and machine compute correctly, before you spend GPU hours. Memory and time are estimates. The
+[gallery](gallery.md) shows configuration and log of the small runs.
 
-| recipe | weights | hardware | memory of a GPU | whole training | small: loss, reward |
+| recipe | weights | hardware | memory per GPU | whole training | small run: loss or reward |
 |---|---|---|---|---|---|
 {table}
 
