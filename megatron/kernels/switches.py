@@ -16,8 +16,8 @@ SWITCHES: dict[str, bool] = {
     "sums": True,
     "casts": True,
 }
-"""Whether each operator may run. Compiled code depends on these values, and is recompiled when they
-change."""
+"""Switches of the operators, by name. Compiled code depends on these values, and is recompiled when
+they change."""
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 """Dtypes that kernels read and write. They compute in float32."""

@@ -191,7 +191,7 @@ class IntervalMetrics:
         return " " + " | ".join(fields) + " |"
 
     def short_line(self) -> str:
-        """Return a shorter console line for people, with the same names. Losses come first, and
+        """Return a shorter, readable console line with the same names. Losses come first, and
         values that hardly change or need an explanation are omitted. :meth:`row` has all values."""
         rate = self.values["tokens_per_second_per_device"] * self.devices
         bad = [name for name in ("skipped_steps", "nan_steps") if self.values[name]]

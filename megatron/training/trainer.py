@@ -125,7 +125,7 @@ class Callback:
         """Called after an evaluation on held-out data or on a task."""
 
     def wrote(self, trainer: Trainer, texts: WrittenTexts) -> None:
-        """Called after the model has generated texts for people to read."""
+        """Called after the model has generated sample texts for the user."""
 
 
 class Trainer:

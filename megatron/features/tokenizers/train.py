@@ -158,7 +158,7 @@ def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
 
 def _pieces(model: bytes) -> str:
     """Return a model's pieces with their scores, one per line, in the format of SentencePiece's
-    .vocab file. Nothing reads this file; it is for people."""
+    .vocab file. No program reads this file; it is for users."""
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
     numbers = range(pieces.get_piece_size())
     return "".join(f"{pieces.id_to_piece(i)}\t{pieces.get_score(i):g}\n" for i in numbers)

@@ -38,7 +38,7 @@ class Task(ABC):
     settings: ClassVar[Mapping[str, Any]] = {}
     """Additional keys of config.json."""
     unit: ClassVar[str] = "tokens"
-    """What logits are computed for, in messages."""
+    """Unit in which compared logits are counted, for messages."""
     generates: ClassVar[bool] = False
     """True if models with this task have a generation_config.json."""
 

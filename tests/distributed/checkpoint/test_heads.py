@@ -105,10 +105,10 @@ def test_continues_in_any_layout(family, source, target, pool, saved):
     parsed = parse_layout(target)
     argv = [*FAMILIES[family], *RUN, "--load", str(saved(family, source))]
     expected = pool.run(1, trained, [*argv, "--zero-stage", "1"])[0]
-    found = pool.run(parsed.processes, trained, [*argv, *flags_for(parsed)])[0]
-    assert len(found) == END - STOP
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    losses = pool.run(parsed.processes, trained, [*argv, *flags_for(parsed)])[0]
+    assert len(losses) == END - STOP
+    np.testing.assert_allclose(losses[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
 BOTH, LM = (), ("--bert-no-binary-head", "--num-tokentypes", "2")
@@ -160,12 +160,12 @@ def test_another_head(case, pool, saved):
 def test_what_is_refused(pool, saved):
     folder = str(saved("classification", "dp1-zero1"))
     argv = [*FAMILIES["bert"], *RUN]
-    (found,) = pool.run(1, loaded, argv, folder, False)
+    (refusal,) = pool.run(1, loaded, argv, folder, False)
     assert (
         "contains a model with the head classification for 3 labels, and this run needs the head "
-        "lm: it cannot be continued; --finetune starts from its weights" in found
+        "lm: it cannot be continued; --finetune starts from its weights" in refusal
     )
-    (found,) = pool.run(1, loaded, [*argv, "--num-layers", "3"], folder)
-    assert "different architecture: num_layers is 4 in the checkpoint and 3" in found
-    (found,) = pool.run(1, loaded, [*argv, "--num-tokentypes", "0"], folder)
-    assert "num_tokentypes is null in the checkpoint and 0" in found
+    (refusal,) = pool.run(1, loaded, [*argv, "--num-layers", "3"], folder)
+    assert "different architecture: num_layers is 4 in the checkpoint and 3" in refusal
+    (refusal,) = pool.run(1, loaded, [*argv, "--num-tokentypes", "0"], folder)
+    assert "num_tokentypes is null in the checkpoint and 0" in refusal

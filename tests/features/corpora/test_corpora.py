@@ -33,9 +33,9 @@ def test_corpora_by_name(tmp_path) -> None:
     reader = corpora(tmp_path, CORPORA)
     wiki = DataSource((str(tmp_path / "w1"), str(tmp_path / "w2")), "indexed", 3, (0.0, 0.9))
     books = DataSource((str(tmp_path / "b.jsonl"),), "text", 1, text_key="body")
-    found = parts(reader, train_data=("wiki", "books"), split="8,1,1")
-    assert found.train == Blend("--train-data", (wiki, books), "8,1,1", 0)
-    assert set(found.valid) == {"valid"} and set(found.test) == {"test"}
+    sources = parts(reader, train_data=("wiki", "books"), split="8,1,1")
+    assert sources.train == Blend("--train-data", (wiki, books), "8,1,1", 0)
+    assert set(sources.valid) == {"valid"} and set(sources.test) == {"test"}
     own = parts(reader, train_data=("both",), valid_data=("web",))
     assert own.train == Blend("--train-data", (wiki, books)) and own.test == {}
     assert own.valid["valid"].sources == (DataSource((str(tmp_path / "web"),)),)
@@ -111,8 +111,8 @@ def test_paths_of_a_corpora_file_stay_below_its_folder(tmp_path, path) -> None:
 def test_a_corpora_file_may_name_its_own_folder_in_full(tmp_path) -> None:
     content = {"a": {"files": [str(tmp_path / "x"), "b/../y", "s3://bucket/z"]}}
     (tmp_path / "corpora.json").write_text(json.dumps(content))
-    found = read_corpora(str(tmp_path / "corpora.json"), ("indexed",)).sources["a"].paths
-    assert found[0] == str(tmp_path / "x") and found[2] == "s3://bucket/z"
+    paths = read_corpora(str(tmp_path / "corpora.json"), ("indexed",)).sources["a"].paths
+    assert paths[0] == str(tmp_path / "x") and paths[2] == "s3://bucket/z"
 
 
 def test_a_corpora_file_that_is_nested_too_deep_is_refused(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""What the start says about attention is about the run."""
+"""The line about attention at the start of a run describes that run."""
 
 import dataclasses
 

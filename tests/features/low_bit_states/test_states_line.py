@@ -1,4 +1,4 @@
-"""What the start says about the storage of optimizer states."""
+"""Lines about the storage of optimizer states at the start of a run."""
 
 import pytest
 import torch
