@@ -95,19 +95,32 @@ def distributed(
     RANK, ``--local_rank`` contradicts the environment, nccl is selected but torch does not see the
     GPUs, gloo is selected for a pipeline on GPUs, the processes cannot connect, or a killed build
     of a DeepSpeed operator left a lock."""
-    if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" not in os.environ:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment without RANK: launchers "
-            "set both for each process; start with deepspeed or torchrun, or unset WORLD_SIZE to "
-            "train on one process"
-        )
-    local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
-    if config.local_rank not in (None, int(local)):
-        raise ConfigError(
-            f"--local_rank {config.local_rank} contradicts LOCAL_RANK={local} in the environment; "
-            "leave out the flag"
-        )
-    device = training_device()
+    with ExitStack() as opened:
+        opened.enter_context(_variables_of_launchers(config))
+        device = training_device()
+        backend = _backend(config, device)
+        if together_with_others():
+            own = {"the device": device.type, "the backend": backend}
+            with _meeting(config):
+                run_meeting().open(timedelta(minutes=config.distributed_timeout_minutes))
+            known = {} if facts is None else facts()
+            opened.enter_context(run_meeting().begin({**known, **own}, facts is not None))
+        prepare_deepspeed()
+        if device.type == "cuda":
+            _let_segments_grow()
+            torch.cuda.set_device(device)
+            _tell_deepspeed(device)
+            activity.device_busy = lambda: not torch.cuda.default_stream(device).query()
+            opened.callback(setattr, activity, "device_busy", None)
+        else:
+            keep_freed_memory()
+        opened.enter_context(own_cores(device))
+        yield opened.enter_context(_process_groups(config, backend, within))
+
+
+def _backend(config: ParallelConfig, device: torch.device) -> str:
+    """Return the backend of torch.distributed for a device. Raises ConfigError if
+    ``--distributed-backend`` names one that this device or a pipeline cannot use."""
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
         if os.path.exists("/dev/nvidiactl"):
@@ -129,30 +142,35 @@ def distributed(
             "stages; leave out --distributed-backend to use nccl, or hide the GPUs by "
             "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    with ExitStack() as opened:
-        if "MASTER_PORT" not in os.environ:
-            os.environ["MASTER_PORT"] = str(_free_port())
-            opened.callback(os.environ.pop, "MASTER_PORT")  # later starts must choose their own
-        if together_with_others():
-            own = {"the device": device.type, "the backend": backend}
-            with _meeting(config):
-                run_meeting().open(timedelta(minutes=config.distributed_timeout_minutes))
-            known = {} if facts is None else facts()
-            opened.enter_context(run_meeting().begin({**known, **own}, facts is not None))
-        prepare_deepspeed()
-        if device.type == "cuda":
-            _let_segments_grow()
-            torch.cuda.set_device(device)
-            _tell_deepspeed(device)
-            activity.device_busy = lambda: not torch.cuda.default_stream(device).query()
-            opened.callback(setattr, activity, "device_busy", None)
-        else:
-            keep_freed_memory()
-        opened.enter_context(own_cores(device))
-        yield opened.enter_context(_process_groups(config, backend, within))
+    return backend
+
+
+@contextmanager
+def _variables_of_launchers(config: ParallelConfig) -> Iterator[None]:
+    """Set the environment variables that a launcher would, where they are missing, until the block
+    ends: a later start in this process must choose its own. Raises ConfigError if they contradict
+    each other or ``--local_rank``."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment without RANK: launchers "
+            "set both for each process; start with deepspeed or torchrun, or unset WORLD_SIZE to "
+            "train on one process"
+        )
+    local = str(config.local_rank or 0)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": local, "MASTER_ADDR": "127.0.0.1"}
+    alone["MASTER_PORT"] = str(_free_port())
+    added = {name: value for name, value in alone.items() if name not in os.environ}
+    if config.local_rank not in (None, int(os.environ.get("LOCAL_RANK", local))):
+        raise ConfigError(
+            f"--local_rank {config.local_rank} contradicts LOCAL_RANK={os.environ['LOCAL_RANK']} "
+            "in the environment; leave out the flag"
+        )
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Generator
 import pytest
 import torch
 
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STATE = {
     "dispatch modes of torch that are entered": torch._C._len_torch_dispatch_stack,
     "function modes of torch that are entered": torch._C._len_torch_function_stack,
@@ -15,6 +16,7 @@ STATE = {
     "torch.is_grad_enabled()": torch.is_grad_enabled,
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
     "os.getcwd()": os.getcwd,
+    "variables of launchers": lambda: {name: os.environ.get(name) for name in LAUNCHERS},
 }
 
 

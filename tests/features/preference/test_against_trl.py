@@ -90,7 +90,8 @@ def scores(model, spec, answers):
 
 
 def compare(ours, spec, batch, theirs, loss, source, reported):
-    """The loss and what is reported, and every gradient, with the tolerance of float32."""
+    """The loss and what is reported, and every gradient, with the tolerance of float32: in float64
+    gradients differ by 4e-9 of the largest."""
     found = ours(spec.begin(batch)).losses
     total = spec.total(found)
     total.backward()
@@ -105,7 +106,7 @@ def compare(ours, spec, batch, theirs, loss, source, reported):
     for name, param in ours.canonical_parameters():
         expected = parameters[name].from_hf([grads[n].grad for n in parameters[name].theirs])
         difference = float((param.grad[: len(expected)] - expected).abs().max())
-        assert difference <= 2e-6 * largest, (name, difference / largest)
+        assert difference <= 5e-6 * largest, (name, difference / largest)
 
 
 def settings(trl, name, tmp_path, **options):
