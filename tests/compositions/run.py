@@ -33,12 +33,12 @@ from megatron.config import ConfigError  # noqa: E402
 LOG = HERE / "log.jsonl"
 
 
-def outcome(pool: Pool, composition: Composition) -> str:
-    """Return ``refused``, ``equal``, or what is wrong."""
+def outcome(pool: Pool, composition: Composition, last: str = "resume") -> str:
+    """Return ``refused``, ``equal``, or what is wrong; see :func:`compare.difference`."""
     try:
         if refusal(composition) is not None:
             return "refused"
-        return difference(pool, composition) or "equal"
+        return difference(pool, composition, last) or "equal"
     except ConfigError:
         return "refused"
     except RankError as error:
@@ -58,7 +58,7 @@ def smallest(pool: Pool, composition: Composition, wrong: str) -> tuple[Composit
     """Return the composition with all removed that its failure does not need."""
     kind = wrong.partition(":")[0]
     for smaller in composition.smaller():
-        now = outcome(pool, smaller)
+        now = outcome(pool, smaller, last=kind)
         if now.partition(":")[0] == kind:
             return smallest(pool, smaller, now)
     return composition, wrong

@@ -29,7 +29,7 @@ class KeysAsValues(nn.Module):
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         attention = model.attention
-        heads, groups = attention.num_attention_heads, attention.num_query_groups
+        groups = attention.num_query_groups
         layer = partial(
             ColumnParallelLinear,
             model.hidden_size,
@@ -37,11 +37,12 @@ class KeysAsValues(nn.Module):
             init=initial(model),
             tp=tp,
         )
-        self.q = layer((heads * attention.kv_channels,))
+        self.q = layer((attention.query_rows,))
         self.k = layer((groups * attention.kv_channels,), heads=groups)
 
     def forward(self, x_BSI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project [B, S, I] to this rank's queries, keys and values, with heads concatenated."""
+        """Project [B, S, I] to this rank's queries, keys and values, with heads concatenated. With
+        --attention-output-gate each query is followed by its gate."""
         k_BSK = self.k(x_BSI)
         return self.q(x_BSI), k_BSK, k_BSK
 
