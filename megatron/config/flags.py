@@ -220,14 +220,16 @@ def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Settin
     """Check a setting from a file as the command line checks a flag's value, and return it with an
     int converted to float where needed. Raises ConfigError on a wrong type or choice."""
     value, (wanted, count) = setting.value, flag_value(hint)
+    if value is None:
+        return setting
     if wanted is float and type(value) is int:
         return Setting(float(value), setting.origin)
-    several = isinstance(value, tuple) and count not in (0, None)
+    several = value if isinstance(value, tuple) and count not in (0, None) else (value,)
     allowed = {int, str} if wanted is Frequency else {wanted}
-    if value is not None and {type(each) for each in (value if several else [value])} - allowed:
+    if {type(each) for each in several} - allowed:
         raise ConfigError(f"{setting.origin} is {value!r:.60}, not of type {wanted.__name__}")
     choices = field.metadata.get("choices")
-    if choices and value is not None and value not in choices:
+    if choices and not set(several) <= set(choices):
         raise ConfigError(
             f"{setting.origin} is {value!r}; it must be one of {', '.join(map(str, choices))}"
         )

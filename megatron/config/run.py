@@ -20,7 +20,15 @@ from megatron.config.engine import (
     resolve_engine,
 )
 from megatron.config.features import FlagSection, KindConfig, features, section_classes
-from megatron.config.flags import ConfigResolver, Settings, build, option, type_hints
+from megatron.config.flags import (
+    ConfigResolver,
+    Setting,
+    Settings,
+    build,
+    check_value,
+    option,
+    type_hints,
+)
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
 from megatron.config.optimizer import OptimizerConfig, OptimizerFlags, resolve_optimizer
@@ -94,8 +102,8 @@ class RunConfig:
     @classmethod
     def from_dict(cls, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         """Build the configuration from the result of :meth:`to_dict`. Missing fields get defaults
-        and unknown fields are ignored. Raises ConfigError if the model's values contradict each
-        other, and TypeError if they are of the wrong types."""
+        and unknown fields are ignored. Raises ConfigError if a value is of the wrong type or none
+        of a field's choices, or if the model's values contradict each other."""
         classes = {**PARTS, "model": ModelFlags}
         built = {name: _from_json(part, parts.get(name, {})) for name, part in classes.items()}
         model = built["model"].resolve()
@@ -158,14 +166,17 @@ def _device(zero: Mapping[str, Any], key: str) -> str | None:
 
 def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
     """Build a part from saved values. In older files, null stands for values that are derived."""
-    known = {field.name: field.default for field in dataclasses.fields(cls)}
-    return cls(
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    part = cls(
         **{
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
-            if name in known and (value is not None or known[name] is None)
+            if name in known and (value is not None or known[name].default is None)
         }
     )
+    for name in values.keys() & known.keys():
+        check_value(known[name], type_hints(cls)[name], Setting(getattr(part, name), name))
+    return part
 
 
 ACCEPTED = Path(__file__).with_name("accepted_flags.txt")

@@ -82,13 +82,16 @@ class Composition:
 
     @property
     def comparable(self) -> bool:
-        """False if results depend on the layout, as documented: masks of dropout that one process
+        """False if results depend on the layout, as documented: random numbers that one process
         does not draw, and a balancing loss of the tokens that all ranks have counted so far."""
-        if "global_aux_loss" in str(self) and self.parsed.data > 1:
-            return False
-        needed = dict(self.options).get("dropout", "")
-        same = {"all": "", "hidden": "attention", "none": "dropout"}[self.parsed.dropout]
-        return not (same and same in needed)
+        others = {
+            "all": (),
+            "hidden": ("--attention-dropout", "--moe-input-jitter-eps"),
+            "none": ("--attention-dropout", "--hidden-dropout", "--moe-input-jitter-eps"),
+        }[self.parsed.dropout]
+        if self.parsed.data > 1:
+            others = (*others, "global_aux_loss")
+        return not any(each in str(self) for each in others)
 
     def flags(self, base: str = "base", run: str = "run") -> list[str]:
         """All flags of the run; ``base`` is a checkpoint of :attr:`base`, ``run`` a folder."""

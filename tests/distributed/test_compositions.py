@@ -1,8 +1,11 @@
 """The comparison of random compositions with one process."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from compositions import compare
+from compositions.draw import OPTIONS, Composition, drawn
 from training_jobs import TINY
 
 from megatron.apps.parity.runs import Drift, RunRecord
@@ -47,3 +50,23 @@ def test_rounding_of_muon_grows_with_products_of_16_bits(pool, precision, least,
     assert runs[0].losses == runs[1].losses
     largest = Drift.between(runs[2:], runs[0]).losses.max()
     assert least < largest < most
+
+
+@pytest.mark.proof
+def test_every_choice_is_accepted_in_some_composition():
+    chosen = {each for seed in range(400) for each in drawn(seed).options}
+    choices = {(option, flags) for option, every in OPTIONS.items() for _, flags in every if flags}
+    assert not choices - chosen
+
+
+def test_what_depends_on_the_layout_is_not_compared():
+    alone = Composition(0, "dp1", (("dropout", "--attention-dropout 0.1"),), 1, 1, 2, 1)
+    for layout, same in (("dp1", True), ("pp2-dp2", True), ("tp2", False), ("cp2", False)):
+        assert dataclasses.replace(alone, layout=layout).comparable == same
+    hidden = dataclasses.replace(alone, options=(("dropout", "--hidden-dropout 0.1"),))
+    for layout, same in (("tp2", True), ("tp2-sp", False)):
+        assert dataclasses.replace(hidden, layout=layout).comparable == same
+    counted = "--moe-router-load-balancing-type global_aux_loss"
+    balanced = dataclasses.replace(alone, options=(("experts", counted),))
+    for layout, same in (("tp2", True), ("ep2", False), ("dp2", False)):
+        assert dataclasses.replace(balanced, layout=layout).comparable == same

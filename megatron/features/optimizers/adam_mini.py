@@ -125,7 +125,7 @@ class AdamMini(UpdateRule):
         (beta1, beta2), step = self._betas, float(states[0]["step"])
         for param in self._names if not self._pieces else ():
             start, holder, offset, length = self.place_of(param)
-            piece = _Piece(param, offset if length > 0 else 0, start, max(0, length))
+            piece = _Piece(param, offset, start, length) if length > 0 else _Piece(param, 0, 0, 0)
             self._pieces.setdefault(holder, []).append(piece)
         pieces = [(tensor, piece) for tensor in tensors for piece in self._pieces.get(tensor, ())]
         sums = [self._squares(tensor, piece) for tensor, piece in pieces]
@@ -170,7 +170,7 @@ class AdamMini(UpdateRule):
 
     def _rows(self, piece: _Piece) -> tuple[int, int]:
         row, end = self.blocks[piece.param].row, piece.start + piece.length
-        return (piece.start // row, -(-end // row)) if piece.length else (piece.start // row,) * 2
+        return piece.start // row, -(-end // row)
 
     def _add_over_ranks(self, params: Sequence[nn.Parameter], sums: Sequence[Tensor]) -> None:
         """Sum in place over the ranks that have other shards or partitions of the same blocks."""

@@ -637,3 +637,22 @@ def test_profile_of_megatron_deepspeed_and_megatron():
             resolved(f"--profile pt --profile_steps {steps}")
     with pytest.raises(ConfigError, match="--profile_steps 2,3 contradicts --profile-step-end 4"):
         resolved("--profile --profile_steps 2,3 --profile-step-end 4")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hybrid_layer_pattern", [None], "hybrid_layer_pattern is .None,., not of type str"),
+        ("attention_backend", {}, "attention_backend is {}, not of type str"),
+        ("normalization", "other", "normalization is 'other'; it must be one of LayerNorm, "),
+        ("num_layers", True, "num_layers is True, not of type int"),
+        ("moe_router_load_balancing_type", ["none", 1], "not of type str"),
+        ("moe_router_load_balancing_type", ["none", "x"], "must be one of aux_loss, "),
+    ],
+)
+def test_saved_values_of_a_wrong_type_or_choice_are_refused(name, value, message):
+    content = resolved(world_size=1).config.to_dict()
+    assert RunConfig.from_dict(content) == resolved(world_size=1).config
+    content["model"][name] = value
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.from_dict(content)
