@@ -14,9 +14,9 @@ class Float8Kernels(Feature):
     flag_parts = {"fast_paths": Float8Flags}
 
     def check(self, config: Any, processes: int, resolver: ConfigResolver) -> None:
-        ranks, bf16 = config.parallel.tensor_model_parallel_size, config.precision.bf16
-        micro_batch, paths = config.training.micro_batch_size, config.fast_paths
-        check_float8_flags(paths, config.model, ranks, micro_batch, bf16, resolver)
+        micro_batch, bf16 = config.training.micro_batch_size, config.precision.bf16
+        layout, paths = config.parallel, config.fast_paths
+        check_float8_flags(paths, config.model, layout, micro_batch, bf16, resolver)
 
     def check_device(self, config: Any, device: Any) -> None:
         if config.fast_paths.in_8_bits:

@@ -10,6 +10,7 @@ from megatron.config.flags import NOT_NEGATIVE, POSITIVE, Bounds, ConfigResolver
 
 if TYPE_CHECKING:
     from megatron.config.model import ModelConfig
+    from megatron.config.parallel import ParallelConfig
 
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise")
 _MARGIN = Bounds(
@@ -68,13 +69,13 @@ class Float8Flags(FlagPart):
 def check_float8_flags(
     paths: Float8Flags,
     model: ModelConfig,
-    ranks: int,
+    parallel: ParallelConfig,
     micro_batch_size: int,
     bf16: bool,
     resolver: ConfigResolver,
 ) -> None:
-    """Report contradictory flags, and models that FP8 does not support. ``ranks`` is the
-    tensor-parallel size, and ``bf16`` is True if everything else is computed in bfloat16."""
+    """Report contradictory flags, and models and layouts that FP8 does not support. ``bf16`` is
+    True if everything else is computed in bfloat16."""
     nearest = "; blockwise is the nearest (only Blackwell GPUs multiply with mxfp8's scales per 32)"
     resolver.check(
         paths.fp8_recipe in RECIPES,
@@ -89,7 +90,7 @@ def check_float8_flags(
         bf16,
         f"{resolver.show('fp8_format')} needs --bf16: everything else is computed in bfloat16",
     )
-    _check_widths(model, ranks, micro_batch_size, paths, resolver)
+    _check_widths(model, parallel, micro_batch_size, paths, resolver)
 
 
 def _note_unused(paths: Float8Flags, resolver: ConfigResolver) -> None:
@@ -131,7 +132,7 @@ def _check_kept_in_bf16(paths: Float8Flags, model: ModelConfig, resolver: Config
 
 def _check_widths(
     model: ModelConfig,
-    ranks: int,
+    parallel: ParallelConfig,
     micro_batch_size: int,
     paths: Float8Flags,
     resolver: ConfigResolver,
@@ -139,19 +140,21 @@ def _check_widths(
     """Report shard widths and numbers of tokens that FP8 GEMMs do not support."""
     blocks = paths.fp8_recipe == "blockwise"
     multiple, named = (128, f" {resolver.show('fp8_recipe')}") if blocks else (16, "")
+    ranks, sharers = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     attention = model.attention
     width, groups = attention.kv_channels, attention.num_query_groups
     query, key = attention.num_attention_heads * width // ranks, max(1, groups // ranks) * width
     fused = query + 2 * key if groups >= ranks else 2 * key
     cut = "" if ranks == 1 else f" / {resolver.show('tensor_model_parallel_size')}"
     heads, width_shown = resolver.show("num_attention_heads"), resolver.show("kv_channels")
+    share = "" if sharers == 1 else f" / {resolver.show('context_parallel_size')}"
     sizes = {
         resolver.show("hidden_size"): model.hidden_size,
         f"{heads} x {width_shown}{cut}": query,
         f"queries, keys, values of {resolver.show('num_query_groups')} x {width_shown}{cut}": fused,
         f"{resolver.show('ffn_hidden_size')}{cut}": model.mlp.ffn_hidden_size // ranks,
-        f"{resolver.show('micro_batch_size')} x {resolver.show('seq_length')}": (
-            micro_batch_size * model.seq_length
+        f"{resolver.show('micro_batch_size')} x {resolver.show('seq_length')}{share}": (
+            micro_batch_size * model.seq_length // sharers
         ),
     }
     for shown, size in sizes.items():

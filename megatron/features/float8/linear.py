@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.config.flags import ConfigError
 from megatron.features.float8.casts import BLOCK, Cast, Operand, Scaling, cast, columns_of
 from megatron.parallel.later_products import Gradients, GradientsOf, now_or_later
 from megatron.parallel.linear import LinearKernel
@@ -86,7 +87,7 @@ class Float8(LinearKernel):
         bias_O: Tensor | None,
         kept: Kept | None = None,
     ) -> Tensor:
-        """Return x W^T + b, [B, S, O], differentiably. Raises ValueError if the weight is trained
+        """Return x W^T + b, [B, S, O], differentiably. Raises ConfigError if the weight is trained
         and the number of tokens is not a multiple of 16, or of 128 with ``blockwise``."""
         kept = kept or NOTHING_KEPT
         trained = weight_OI.requires_grad and torch.is_grad_enabled()
@@ -103,9 +104,9 @@ class Float8(LinearKernel):
         return y_TO.unflatten(0, x_BSI.shape[:-1])
 
     def check_tokens(self, count: int) -> None:
-        """Raise ValueError if weight gradients cannot be summed over ``count`` tokens in 8 bits."""
+        """Raise ConfigError if no 8-bit GEMM sums weight gradients over ``count`` tokens."""
         if count % self.multiple:
-            raise ValueError(
+            raise ConfigError(
                 f"--fp8-format: the {count} tokens of a micro batch are not a multiple of "
                 f"{self.multiple}; choose --micro-batch-size x --seq-length, and every length of a "
                 "curriculum, so that they are, or leave --fp8-format out"

@@ -50,13 +50,17 @@ REFUSED = [
     (f"{FP8} --kv-channels 6", "--num-attention-heads 4 x --kv-channels 6 is 24"),
     (f"{FP8} {TP2} --ffn-hidden-size 48", "--ffn-hidden-size 48 / --tensor-model-par.* 2 is 24"),
     (f"{FP8} --micro-batch-size 3 --seq-length 24", "--micro-batch-size 3 x --seq-length 24 is 72"),
+    (
+        f"{FP8} --context-parallel-size 4 --micro-batch-size 1 --seq-length 32",
+        "--micro-batch-size 1 x --seq-length 32 / --context-parallel-size 4 is 8",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("flags", "words"), REFUSED, ids=[flags for flags, _ in REFUSED])
 def test_refused(flags, words):
     with pytest.raises(ConfigError, match=words):
-        config(flags, 2 if TP2 in flags else 1)
+        config(flags, 2 if TP2 in flags else 4 if "--context" in flags else 1)
 
 
 @pytest.mark.parametrize(
