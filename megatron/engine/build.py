@@ -153,7 +153,9 @@ def _update_of(
             overlapped=config.engine.overlap_grad_reduce,
         )
         settings.pop("data_types", None)
-        cut = {"cut": partial(cut_into_buckets, uses=uses, most=most)}
+        # Stored states may have a scale for each block of elements, which copies must share.
+        copies_apart = config.precision.states is not None
+        cut = {"cut": partial(cut_into_buckets, uses=uses, most=most, copies_apart=copies_apart)}
     optimizer = build_optimizer(trained, config.optimizer, factors, apart, plan, **cut)
     if asynchronous:
         leave_norm_to_us(settings)

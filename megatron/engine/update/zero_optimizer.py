@@ -39,16 +39,22 @@ class ParameterUse(NamedTuple):
 
 
 def cut_into_buckets(
-    params: Sequence[nn.Parameter], uses: Mapping[nn.Parameter, ParameterUse], most: int
+    params: Sequence[nn.Parameter],
+    uses: Mapping[nn.Parameter, ParameterUse],
+    most: int,
+    copies_apart: bool,
 ) -> list[list[nn.Parameter]]:
     """Cut parameters into runs of at most ``most`` elements, or a single parameter, whose gradients
     are computed in the same passes. Parameters with copies on other stages stay in one run,
-    whatever their passes, so that the run has the same order on each stage."""
+    whatever their passes, so that the run has the same order on each stage. With ``copies_apart``
+    tensor-parallel ranks with a copy of one parameter of a run have copies of all."""
     runs: dict[Hashable, list[list[nn.Parameter]]] = {}
     order = sorted(params, key=lambda p: uses[p].position if uses[p].tied is not None else 0)
     for param in order:
         use = uses[param]
-        parts = runs.setdefault(use.passes if use.tied is None else use.tied, [[]])
+        cut = shard_of(param).over("tensor") if copies_apart else None
+        key = use.passes if use.tied is None else use.tied, cut and cut.copies
+        parts = runs.setdefault(key, [[]])
         size = sum(each.numel() for each in parts[-1])
         if use.tied is None and parts[-1] and size + param.numel() > most:
             parts.append([])

@@ -150,6 +150,17 @@ def test_layouts_agree(pool, name):
                 np.testing.assert_array_equal(a, b, err_msg=f"{layout} {param}")
 
 
+def test_blocks_with_copies_have_no_other_elements(pool):
+    """Elements of a block share a scale, so that a copy next to a shard would be rounded
+    differently on each tensor-parallel rank."""
+    flags = [*FLAGS, "4", *FORMATS["C"], *NO_DROPOUT, "--num-experts", "4", "--zero-stage", "1"]
+    ranks = pool.run(2, run, [*flags, "--tensor-model-parallel-size", "2"])
+    copies = ranks[0]["model"].keys() - ranks[0]["cut"]
+    assert any("router" in name for name in copies)
+    for name in copies:
+        np.testing.assert_array_equal(*(rank["model"][name] for rank in ranks), err_msg=name)
+
+
 def test_random_bits_do_not_depend_on_data_ranks(pool):
     """A step with gradients of 0 only decays: what rounds is the same wherever it is computed."""
     flags = [*FLAGS, "3", *FORMATS["B"], *NO_DROPOUT, "--clip-grad", "1e-30"]
