@@ -169,8 +169,10 @@ def set_rates(
     optimizer: Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
 ) -> None:
     """Set each group's learning rate, including its factor, and the weight decay of groups that
-    decay. ``decoupled_lr`` is the rate of embedding and output layer, if it is separate."""
+    decay. ``decoupled_lr`` is the rate of embedding and output layer, if it is separate. Every
+    group also has ``lr``, the rate of most groups, as ``common_lr``."""
     for group in optimizer.param_groups:
+        group["common_lr"] = lr
         decoupled = decoupled_lr is not None and group.get("decoupled")
         rate = decoupled_lr if decoupled else lr
         group["lr"] = rate * group.get("lr_factor", 1.0)

@@ -43,7 +43,8 @@ class ScheduleFree(UpdateRule):
 
     def create(self, tensor: Tensor) -> Group:
         """Return the initial states. z equals the tensor. ``sums``, which weight z in the average,
-        are the sum over steps of the squared largest learning rate so far, and that rate."""
+        are the sum over steps of the squared largest learning rate so far, and that rate. The rate
+        is that of ``--lr`` for all tensors, so that their sums are equal: a checkpoint has one."""
         self._sums.append(sums := torch.zeros(2, dtype=torch.float64))
         return {"z": tensor.detach().clone(), "exp_avg_sq": torch.zeros_like(tensor), "sums": sums}
 
@@ -52,7 +53,7 @@ class ScheduleFree(UpdateRule):
         for y, state in zip(tensors, states, strict=True):
             grad, z, sums = y.grad, state["z"], state["sums"]
             assert grad is not None
-            highest = max(float(sums[1]), rate / (group.get("lr_factor", 1.0) or 1.0))
+            highest = max(float(sums[1]), group["common_lr"])
             sums[0] += highest**2
             sums[1] = highest
             share = highest**2 / float(sums[0]) if highest else 0.0

@@ -296,6 +296,17 @@ def test_evaluations_change_no_step_of_schedule_free(pool, layout):
     np.testing.assert_array_equal(plain.losses, stopped.losses)
 
 
+@pytest.mark.parametrize("rates", ["--decoupled-lr 5e-3", "--lr-group *.experts.*=0"])
+def test_schedule_free_resumes_with_several_rates(pool, rates, tmp_path):
+    """A checkpoint has the weights of steps in the mean once, for all parameters."""
+    flags = [*FLAGS, *EXPERTS, *flags_for(parse_layout("ep2-zero1")), *FREE, *rates.split()]
+    stops = [], ["--save", str(tmp_path), "--exit-interval", "2"], ["--load", str(tmp_path)]
+    whole, first, second = (pool.run(2, train, [*flags, *more], timeout=300)[0] for more in stops)
+    assert [*first.losses, *second.losses] == whole.losses
+    for name, values in whole.state.items():
+        np.testing.assert_array_equal(second.state[name], values, err_msg=name)
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("layout", ["ep2", "ep2-tp2", "ep2-zero1", "ep2-zero2"])
 def test_experts_train_alike(pool, layout):

@@ -40,7 +40,7 @@ def continued(rule: UpdateRule, param: nn.Parameter, grads, rates=None, **option
     defaults = {"lr": LR, "weight_decay": DECAY, **options}
     optimizer = RuledOptimizer([{"params": [param], "rule": "rule"}], {"rule": rule}, defaults)
     for grad, rate in zip(grads, rates or [LR] * len(grads), strict=True):
-        optimizer.param_groups[0]["lr"] = rate
+        optimizer.param_groups[0].update(lr=rate, common_lr=rate)
         param.grad = grad.clone()
         optimizer.step()
     param.optimizer = optimizer  # type: ignore[attr-defined]
