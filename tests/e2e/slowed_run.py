@@ -1,6 +1,6 @@
 """``pretrain_gpt.py`` with one rank that is slower than the others: the first argument is
-``RANK:WHERE:SECONDS``, where WHERE is ``step`` or ``data`` and the rank sleeps so long in each, or
-``lock``, which is a step that holds the interpreter's lock."""
+``RANK:WHERE:SECONDS``, where WHERE is ``step`` or ``data`` and the rank sleeps so long in each step
+or each read of a micro batch, or ``lock``, which is a step that holds the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ctypes import PyDLL
 from functools import wraps
 
 import pretrain_gpt
-from megatron.data.loader import MicroBatches
+from megatron.data import loader
 from megatron.engine.train_engine import TrainEngine
 
-PLACES = {"step": TrainEngine, "lock": TrainEngine, "data": MicroBatches}
-METHODS = {"step": "prepare", "lock": "prepare", "data": "__next__"}
+PLACES = {"step": TrainEngine, "lock": TrainEngine, "data": loader._Samples}
+METHODS = {"step": "prepare", "lock": "prepare", "data": "__getitems__"}
 
 
 def main() -> None:

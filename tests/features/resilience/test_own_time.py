@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
+from types import SimpleNamespace
+
+import pytest
 
 from megatron.features.resilience.steps import stragglers as own_time
 from megatron.features.resilience.steps.stragglers import OwnTime, OwnTimeMeter
@@ -46,6 +49,40 @@ def test_the_interpreters_lock_is_held():
     assert actual.unscheduled > 0.2
 
 
+def measured_with_delays(monkeypatch, waits: bool, late, lacked) -> OwnTime:
+    """A minute in which the main thread waits for other ranks, or does not. The thread that looks
+    wakes up late by ``late`` of the time; for the share ``lacked`` of that it has no processor."""
+    meter, now, delay = OwnTimeMeter(), 0.0, 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, delay
+        by = late(now + seconds)
+        now, delay = now + seconds + by, delay + lacked * by
+        meter._closed = now > 60
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(own_time, "time", clock)
+    monkeypatch.setattr(own_time, "_waits", lambda: waits)
+    monkeypatch.setattr(own_time, "_run_delay", lambda task="self": delay / 2)
+    meter._counting = True
+    meter._look()
+    return meter.take()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_process_that_is_mostly_stopped(monkeypatch, waits):
+    """In pauses that are shorter than the interval between looks."""
+    actual = measured_with_delays(monkeypatch, waits, lambda at: max(0.0, 0.2 - at % 0.23), 0)
+    assert actual.suspended == actual.unscheduled == pytest.approx(0.2 / 0.23 * 60, rel=0.15)
+    assert actual.own == pytest.approx(actual.unscheduled if waits else 60, rel=0.02)
+
+
+def test_only_the_thread_that_looks_lacks_a_processor(monkeypatch):
+    actual = measured_with_delays(monkeypatch, True, lambda at: 0.04, 1)
+    assert actual.own == actual.unscheduled == pytest.approx(0.02 / 0.34 * 60, rel=0.1)
+    assert actual.suspended == 0
+
+
 def test_waiting_for_data():
     def work():
         with phase("data"):
@@ -74,7 +111,7 @@ def test_what_is_taken_counts_once():
     assert meter.take().own > 0
     meter.close()
     meter.take()
-    assert meter.take() == OwnTime(0.0, 0.0, 0.0)
+    assert meter.take() == OwnTime()
 
 
 def test_it_keeps_nothing_of_calls_that_have_returned():

@@ -134,3 +134,12 @@ def test_a_rank_without_a_processor_is_named():
 def test_a_machine_that_is_too_busy_for_all_its_ranks_names_nobody():
     rule = StragglerRule([range(2)], factor=1.5, window=50)
     assert not any(rule.add(10, pieces_without_processor(0.8, 0.5)) for _ in range(60))
+
+
+def test_a_stopped_rank_is_named_on_a_busy_machine():
+    rule = StragglerRule([range(2)], factor=1.5, window=50)
+    busy, stopped = pieces_without_processor(0.8, 0.5)
+    stopped = stopped._replace(suspended=stopped.unscheduled)
+    found = [change for _ in range(60) for change in rule.add(10, [busy, stopped])]
+    assert [change.rank for change in found] == [1]
+    assert "is stopped" in str(found[0])

@@ -55,6 +55,7 @@ class StepTimes(NamedTuple):
         own: time in ``wall`` that was not spent waiting for other ranks.
         reading: time in ``own`` that was spent waiting for the next batch.
         unscheduled: time in ``own`` during which the process was suspended or had no processor.
+        suspended: time in ``unscheduled`` that a lack of processors does not explain.
         device: time of a matrix product on the rank's GPU; 0 if it was not measured.
     """
 
@@ -62,6 +63,7 @@ class StepTimes(NamedTuple):
     own: float
     reading: float = 0.0
     unscheduled: float = 0.0
+    suspended: float = 0.0
     device: float = 0.0
 
     def plus(self, other: StepTimes) -> StepTimes:
@@ -72,6 +74,7 @@ class StepTimes(NamedTuple):
             self.own + other.own,
             self.reading + other.reading,
             self.unscheduled + other.unscheduled,
+            self.suspended + other.suspended,
             min(self.device, other.device) if both else self.device or other.device,
         )
 
@@ -162,7 +165,7 @@ class StragglerRule:
         step = max(piece.wall for piece in sums) / steps
         behind = own > self._factor * others and own - others > LEAST_SHARE * step
         rest = [piece for other, piece in enumerate(sums) if other != rank and piece.own]
-        if total.unscheduled > total.own / 2 and rest:
+        if total.unscheduled - total.suspended > total.own / 2 and rest:
             behind = behind and median(piece.unscheduled / piece.own for piece in rest) < BUSY
         alone = len(stage.ranks) == 1
         changes = [Change(rank, behind, own, others, _reason(total), before=alone)]
@@ -224,26 +227,30 @@ class OwnTime(NamedTuple):
         reading: time in ``own`` spent waiting for the next batch; 0 if unknown.
         unscheduled: time in ``own`` during which the process was suspended, or ready to run while
             other processes had the processor; 0 if unknown.
+        suspended: time in ``unscheduled`` during which the process was suspended, or held the
+            interpreter's lock.
     """
 
     own: float = 0.0
     reading: float = 0.0
     unscheduled: float = 0.0
+    suspended: float = 0.0
 
 
 class OwnTimeMeter:
     """Background thread that measures :class:`OwnTime` between :meth:`resume` and :meth:`pause`.
 
-    It samples at random intervals, because steps may be as long as a fixed interval. If it wakes up
-    late, the process was suspended, had no processor, or held the interpreter's lock.
+    It samples at random intervals, because steps may be as long as a fixed interval. A sample
+    stands for the whole interval that ends with it. If the thread wakes up late, the process was
+    suspended, had no processor, or held the interpreter's lock.
     """
 
     def __init__(self, period: float = PERIOD) -> None:
         self._period, self._random = period, random.Random(0)
         self._counting = self._closed = False
-        self._own = self._reading = self._late = 0.0
+        self._own = self._reading = self._late = self._suspended = 0.0
         """Totals since the start in seconds, written only by the thread."""
-        self._taken = OwnTime(0.0, 0.0, 0.0)
+        self._taken = OwnTime()
         self._run_delay = _run_delay()
         self._looked = 0.0  # time of the last sample of the main thread
         self._thread: threading.Thread | None = None
@@ -265,11 +272,11 @@ class OwnTimeMeter:
 
     def take(self) -> OwnTime:
         """Return the times measured since the last call."""
-        total, before = OwnTime(self._own, self._reading, self._late), self._taken
-        self._taken = total
+        total = OwnTime(self._own, self._reading, self._late, self._suspended)
+        before, self._taken = self._taken, total
         delay, self._run_delay = self._run_delay, _run_delay()
-        own, reading, late = (now - then for now, then in zip(total, before, strict=True))
-        return OwnTime(own, reading, min(own, max(late, self._run_delay - delay)))
+        own, reading, late, suspended = (a - b for a, b in zip(total, before, strict=True))
+        return OwnTime(own, reading, min(own, max(late, self._run_delay - delay)), suspended)
 
     def close(self) -> None:
         """End the thread."""
@@ -278,6 +285,7 @@ class OwnTimeMeter:
             self._thread.join(timeout=5)
 
     def _look(self) -> None:
+        delay = _run_delay() + _run_delay("thread-self")
         while True:
             pause = self._period * self._random.uniform(0.5, 1.5)
             time.sleep(pause)  # an event with a timeout would cost a quarter more CPU time
@@ -285,9 +293,13 @@ class OwnTimeMeter:
                 return
             now = time.monotonic()
             passed, self._looked = now - self._looked, now
+            delay, before = _run_delay() + _run_delay("thread-self"), delay
             if not self._counting:
                 continue
             late = max(0.0, passed - pause - _LATE)
+            if late > delay - before:  # not for lack of a processor: the process was suspended
+                late = passed
+                self._suspended += late
             if _waits():
                 self._own, self._late = self._own + late, self._late + late
                 continue
@@ -305,10 +317,11 @@ def _waits() -> bool:
     return waits or main.f_code.co_filename.endswith(_DEVICE_WAITS)
 
 
-def _run_delay() -> float:
-    """Return the seconds for which the main thread lacked a processor. Always 0 except on Linux."""
+def _run_delay(task: str = "self") -> float:
+    """Return the seconds for which the main thread, or the calling thread with ``thread-self``,
+    lacked a processor. Always 0 except on Linux."""
     try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+        return int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 
