@@ -109,11 +109,13 @@ def _affine_map(shard: Shard, cut: Cut, size: int) -> dict[str, Any]:
     """Return DeepSpeed's affine map from each rank's rows to the parameter's rows, for a parameter
     of which several ranks have the same shard. The lists of patterns cannot express this
     (DeepSpeed's ``checkpoint/affine.py``)."""
-    assert cut.dim == 0 and cut.held is not None
+    assert cut.dim == 0
+    parts = cut.parts or (shard.full_shape[0],)
+    here = range(len(parts)) if cut.held is None else cut.held
     inner = math.prod(shard.full_shape[1:])
     strides = [math.prod(shard.full_shape[axis + 1 :]) for axis in range(len(shard.full_shape))]
     # The parameter has only the held parts of the shard, so rows count from the first of these.
-    first = sum(cut.parts[: cut.held[0]])
+    first = sum(parts[: here[0]])
     ranks = {}
     for rank in range(size):
         pieces, taken, place = [], 0, {"tensor": (rank, size)}
@@ -129,5 +131,5 @@ def _affine_map(shard: Shard, cut: Cut, size: int) -> dict[str, Any]:
             )
             taken += length
         ranks[rank] = {"shard_shape": list(shard.local_shape(place)), "pieces": pieces}
-    held = sum(cut.parts[part] for part in cut.held)
+    held = sum(parts[part] for part in here)
     return {"logical_shape": [held, *shard.full_shape[1:]], "ranks": ranks}

@@ -83,7 +83,7 @@ class Composition:
     @property
     def comparable(self) -> bool:
         """False if results depend on the layout, as documented: random numbers that one process
-        does not draw, and a balancing loss of the tokens that all ranks have counted so far."""
+        does not draw, or not in chunks, and a balancing loss of the tokens counted so far."""
         others = {
             "all": (),
             "hidden": ("--attention-dropout", "--moe-input-jitter-eps"),
@@ -91,6 +91,8 @@ class Composition:
         }[self.parsed.dropout]
         if self.parsed.data > 1:
             others = (*others, "global_aux_loss")
+        if "-fpdt" in str(self):
+            others = (*others, "-dropout ")
         return not any(each in str(self) for each in others)
 
     def flags(self, base: str = "base", run: str = "run") -> list[str]:

@@ -150,6 +150,13 @@ LAYOUTS = {
         4,
         ["--zero-stage", "1", "--tensor-model-parallel-size", "4", "--num-query-groups", "2"],
     ),
+    "zero1-tp2-shared-keys-as-values": (
+        2,
+        [
+            *"--zero-stage 1 --tensor-model-parallel-size 2 --num-query-groups 1".split(),
+            *"--sliding-window 5 --window-attn-skip-freq 2 --global-keys-as-values".split(),
+        ],
+    ),
     "zero3-tp2-dp2": (4, ["--zero-stage", "3", "--tensor-model-parallel-size", "2"]),
     "zero0-pp2": (2, [*PIPELINE, "--zero-stage", "0"]),
     "zero1-pp2": (2, [*PIPELINE, "--zero-stage", "1"]),
@@ -204,6 +211,7 @@ def both(pool, tmp_path_factory):
 CONVERTED = ("zero1-tp2-shared-kv",)
 READ = (
     *CONVERTED,
+    "zero1-tp2-shared-keys-as-values",
     "zero0-pp2-fp16",
     "zero3-tp2-dp2",
 )
