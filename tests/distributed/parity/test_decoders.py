@@ -64,8 +64,16 @@ CELLS = [(layout, model) for layout in LAYOUTS for model in MODELS]
 
 @pytest.mark.parametrize(("layout", "model"), sampled(CELLS, lambda each: each in SAMPLE))
 def test_gradients_against_one_process(pool, layout, model):
+    check(pool, layout, MODELS[model])
+
+
+def test_gates_of_heads_whose_keys_are_values(pool):
+    check(pool, "tp2-sp", [*MODELS["gemma4_text"], "--attention-output-gate"])
+
+
+def check(pool, layout, model):
     parsed = parse_layout(layout)
-    argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *MODELS[model], *NO_DROPOUT]
+    argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *model, *NO_DROPOUT]
     batch = 2 * parsed.fewest_micro_batches * parsed.data
     argv += ["--global-batch-size", str(batch), "--train-iters", "1"]
     records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
