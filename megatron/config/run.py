@@ -107,7 +107,6 @@ class RunConfig:
         classes = {**PARTS, "model": ModelFlags}
         built = {name: _from_json(part, parts.get(name, {})) for name, part in classes.items()}
         model = built["model"].resolve()
-        hash(model)  # raises TypeError if a value is a list or an object
         return cls.of(built | {"model": model})
 
     @classmethod

@@ -158,13 +158,14 @@ def _variables_of_launchers(config: ParallelConfig) -> Iterator[None]:
         )
     local = str(config.local_rank or 0)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": local, "MASTER_ADDR": "127.0.0.1"}
-    alone["MASTER_PORT"] = str(_free_port())
     added = {name: value for name, value in alone.items() if name not in os.environ}
     if config.local_rank not in (None, int(os.environ.get("LOCAL_RANK", local))):
         raise ConfigError(
             f"--local_rank {config.local_rank} contradicts LOCAL_RANK={os.environ['LOCAL_RANK']} "
             "in the environment; leave out the flag"
         )
+    if "MASTER_PORT" not in os.environ:
+        added["MASTER_PORT"] = str(_free_port())
     os.environ.update(added)
     try:
         yield

@@ -13,7 +13,7 @@ CORE = sorted(set(LEVEL) - {"kernels", "formats", "features", "apps"})
 
 # Ceilings, which may only fall.
 CORE_LINES, CORE_FILES = 28_163, 132
-ALL_LINES, ALL_FILES = 114_983, 614
+ALL_LINES, ALL_FILES = 114_980, 614
 SUBJECTS = {
     "apps/migration": (2_134, 12),
     "apps/msdp": (709, 4),
@@ -49,7 +49,7 @@ SUBJECTS = {
     "kernels": (1_556, 11),
 }
 """Lines and files of subjects that came after the house was turned."""
-SPINE_LINES, SPINE_FILES = 8_863, 35
+SPINE_LINES, SPINE_FILES = 8_862, 35
 LONGEST, SHORTEST, MOST_IN_A_FOLDER = 500, 60, 19
 SHORT = {"megatron/util/collector.py"}
 """Programs, which other processes run as they are."""

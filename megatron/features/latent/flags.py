@@ -59,7 +59,7 @@ class LatentConfig(ModelPart):
     )
     """Epsilon in the norms of latent vectors."""
     latent_pairs: bool = option(True, internal=True)
-    """Whether the checkpoint that was read stores rotated channels as adjacent pairs."""
+    """True if the checkpoint that was read stores rotated channels as adjacent pairs."""
 
     models: ClassVar[tuple[str, ...]] = ("gpt",)
     """Model families whose blocks can have latent attention."""

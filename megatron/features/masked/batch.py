@@ -118,7 +118,7 @@ class BertBatch(NamedTuple):
     """Positions where loss_mask_BS is 1, ascending, filled up with positions where it is 0; int64.
     The head computes only these positions."""
     padded: bool = True
-    """Whether the batch contains padding."""
+    """True if the batch contains padding."""
     position_ids_BS: Tensor | None = None
     """Position ids, int64; None if they are 0 to S - 1."""
     document_ids_BS: Tensor | None = None

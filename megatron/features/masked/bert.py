@@ -166,7 +166,7 @@ class WordMasking:
     max_ngrams: int
     """Maximum number of consecutive words that are chosen together."""
     favor_longer: bool
-    """Whether longer n-grams are more likely than shorter ones."""
+    """True if longer n-grams are more likely than shorter ones."""
     mask_token: int
     vocab_size: int
     """Size of the vocabulary from which random tokens are drawn."""

@@ -59,7 +59,7 @@ class LabelledBatch(NamedTuple):
     """Labels: int64, float32 for regression, and [B, 2] for spans."""
     choices: int = 1
     padded: bool = True
-    """Whether the batch contains padding."""
+    """True if the batch contains padding."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelledBatch:
         return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -656,3 +656,13 @@ def test_saved_values_of_a_wrong_type_or_choice_are_refused(name, value, message
     content["model"][name] = value
     with pytest.raises(ConfigError, match=message):
         RunConfig.from_dict(content)
+
+
+def test_no_saved_value_may_be_an_object_or_a_list_of_lists():
+    """Shapes are cached by model, so that a value that is not hashable would fail much later."""
+    content = resolved(world_size=1).config.to_dict()
+    for part, values in content.items():
+        for name in values:
+            for wrong in ({}, [[1]]):
+                with pytest.raises((ConfigError, TypeError, AttributeError)):
+                    RunConfig.from_dict({**content, part: {**values, name: wrong}})

@@ -213,7 +213,7 @@ class Box:
             self.close_input()
 
     closes: bool = False
-    """Whether to close the input once all data is written."""
+    """True if the input is closed once all data is written."""
     most_output: int = OUTPUT_BYTES
 
     def _drain(self) -> bool:
