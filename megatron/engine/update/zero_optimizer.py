@@ -42,7 +42,7 @@ def cut_into_buckets(
     params: Sequence[nn.Parameter],
     uses: Mapping[nn.Parameter, ParameterUse],
     most: int,
-    copies_apart: bool,
+    copies_apart: bool = False,
 ) -> list[list[nn.Parameter]]:
     """Cut parameters into runs of at most ``most`` elements, or a single parameter, whose gradients
     are computed in the same passes. Parameters with copies on other stages stay in one run,

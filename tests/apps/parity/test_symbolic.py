@@ -40,6 +40,19 @@ def test_right_layouts_have_no_fault(axis, number):
     assert small.checked(ranks, words) is None
 
 
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "--bf16 --use-precision-aware-optimizer --exp-avg-dtype int8 --main-params-dtype bf16",
+        "--bf16 --fp32-residual-connection",
+        "--fp16 --loss-scale-window 10 --hysteresis 1 --min-loss-scale 2",
+    ],
+)
+def test_any_precision_is_checked(precision):
+    """The small model computes in float64, where these flags would be contradictions."""
+    assert small.checked(4, f"{small.GPT} {TP} --zero-stage 1 {precision}") is None
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("ranks", "words"), [pytest.param(r, w, id=name) for name, r, w in published()]

@@ -8,11 +8,12 @@ same program.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.apps.parity.check import LEFT_OUT, OF_LAYOUTS
 from megatron.config import RunConfig, Setting, Settings
+from megatron.config.run import PART_FLAGS
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.latent.flags import LatentConfig
 from megatron.run.run import Run, run_of
@@ -30,8 +31,9 @@ _DATA = (
     "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_iters", "lr_warmup_fraction",
     "use_checkpoint_args", "blend_sample_in_corpus",
 )  # fmt: skip
-_PRECISION = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "loss_scale", "zero_stage",
-              "initial_loss_scale", "data_types")  # fmt: skip
+_PRECISION = {field.name for field in fields(PART_FLAGS["precision"])}
+_PRECISION |= {"zero_stage", "fp32_residual_connection"}
+"""Settings without effect in float64."""
 
 
 @dataclass(frozen=True)

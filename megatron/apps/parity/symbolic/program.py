@@ -189,8 +189,7 @@ class Program(TrainEngine):
         uses, cut = backend.uses(), {}
         if stage in (1, 2):
             most = sum(param.numel() for param in self.trained) // BUCKETS
-            apart = config.precision.states is not None
-            cut = {"cut": partial(cut_into_buckets, uses=uses, most=most, copies_apart=apart)}
+            cut = {"cut": partial(cut_into_buckets, uses=uses, most=most)}
         self.optimizer = build_optimizer(
             self.trained, config.optimizer, factors, self.apart, None, **cut
         )
