@@ -17,7 +17,7 @@ ALL_LINES, ALL_FILES = 114_980, 614
 SUBJECTS = {
     "apps/migration": (2_134, 12),
     "apps/msdp": (709, 4),
-    "apps/parity/symbolic": (2_440, 11),
+    "apps/parity/symbolic": (2_436, 11),
     "apps/quickstart": (371, 3),
     "apps/reinforcement": (7_330, 41),
     "apps/tasks/retrieval": (700, 5),

@@ -44,6 +44,7 @@ from megatron.config import (
 from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout, check_layout
+from megatron.config.run import PART_FLAGS
 from megatron.engine.deepspeed_file import read_json
 from megatron.engine.deepspeed_json import merge
 from megatron.engine.environment import distributed
@@ -78,11 +79,10 @@ LEFT_OUT = frozenset(
 does not use FP8, whose results depend on the layout, or a learning-rate warm-up, which would leave
 the weights almost unchanged in a few steps."""
 _LENGTHS = {"train_iters", "train_samples", "train_tokens"}
-_OF_ENGINE = (
-    OF_LAYOUTS
-    | _IN_PIPELINES
-    | {"deepspeed_config", "accumulate_allreduce_grads_in_fp32", "loss_scale"}
-)
+PRECISION = {field.name for field in dataclasses.fields(PART_FLAGS["precision"])}
+PRECISION |= {"fp32_residual_connection"}
+"""Config fields that contradict or have no effect on a run in float32 or float64."""
+_OF_ENGINE = OF_LAYOUTS | _IN_PIPELINES | PRECISION | {"deepspeed_config"}
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def test_smallest_batch(layouts, micro, expected):
 
 def test_what_is_missing_is_added():
     found = flags(layouts="dp2,pp2", steps=7)
-    assert found.layout == found.plain and not found.left_out
     added = values(found.plain)
+    assert values(found.layout) == added | {"initial_loss_scale": 4096.0} and not found.left_out
     assert added["mock_data"] and added["tokenizer_type"] == "NullTokenizer"
     assert (added["train_iters"], added["exit_interval"]) == (7, 7)
     assert (added["micro_batch_size"], added["global_batch_size"]) == (1, 4)
@@ -138,3 +138,13 @@ def test_json_counts_for_one_process_too(tmp_path):
 def test_a_checkpoint_is_not_read():
     with pytest.raises(ConfigError, match="--use-checkpoint-args"):
         flags("--use-checkpoint-args", "--load", "folder")
+
+
+def test_flags_of_a_precision_are_for_its_layouts_alone():
+    """One process trains in float32, where they would be contradictions."""
+    given = {"fp32_residual_connection": True, "use_precision_aware_optimizer": True,
+             "exp_avg_dtype": "bf16", "hysteresis": 1}  # fmt: skip
+    words = "--fp32-residual-connection --use-precision-aware-optimizer --exp-avg-dtype bf16"
+    found = flags(*words.split(), "--hysteresis", "1", layouts="dp2-zero1-bf16")
+    assert given.items() <= values(found.layout).items()
+    assert not given.keys() & values(found.plain).keys()

@@ -8,12 +8,11 @@ same program.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from megatron.apps.parity.check import LEFT_OUT, OF_LAYOUTS
+from megatron.apps.parity.check import LEFT_OUT, OF_LAYOUTS, PRECISION
 from megatron.config import RunConfig, Setting, Settings
-from megatron.config.run import PART_FLAGS
 from megatron.features.experts.flags import ExpertsConfig
 from megatron.features.latent.flags import LatentConfig
 from megatron.run.run import Run, run_of
@@ -31,9 +30,6 @@ _DATA = (
     "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_iters", "lr_warmup_fraction",
     "use_checkpoint_args", "blend_sample_in_corpus",
 )  # fmt: skip
-_PRECISION = {field.name for field in fields(PART_FLAGS["precision"])}
-_PRECISION |= {"zero_stage", "fp32_residual_connection"}
-"""Settings without effect in float64."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def miniature(settings: Settings, run: Run, most: int = MOST_RANKS) -> Miniature
     axes = axes_of(config)
     small = fewer(axes, most)
     kept = {n: s for n, s in settings.items() if n not in LEFT_OUT and n not in _DATA}
-    kept = {n: s for n, s in kept.items() if n not in _PRECISION}
+    kept = {n: s for n, s in kept.items() if n not in PRECISION and n != "zero_stage"}
     sizes = _sizes(config, small)
     data = small["data"] * small["expert"]
     count = _micro_batches(config)
