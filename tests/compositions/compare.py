@@ -1,29 +1,36 @@
-"""A composition next to one process, and next to itself without a stop."""
+"""A composition next to one process, next to itself without a stop, and next to another layout that
+continues it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from pool import Pool
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from training_jobs import gradients, train
+from whole_state import Share, shares
+from whole_state import whole as whole_tensors
 
 from compositions.draw import Composition
 from megatron.apps.parity.gradients import first_difference, reference_gradients
-from megatron.apps.parity.runs import Drift, RunRecord
+from megatron.apps.parity.runs import Drift, RunRecord, watched_trainer
+from megatron.config import ConfigError
+from megatron.engine.environment import distributed
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 
+STAGES = ("gradients", "training", "resume", "elsewhere")
 FIRST = {"": (2e-6, 2e-5)}
 LATER = {"": (1e-3, 5e-2)}
 HALF = (1e-2, 1e-1)
@@ -37,54 +44,122 @@ NOISY, FACTOR = 8, 4
 where activations change in their last bit."""
 
 
-def difference(pool: Pool, composition: Composition, last: str = "resume") -> str | None:
+def difference(pool: Pool, composition: Composition, only: str | None = None) -> str | None:
     """Return what differs, or None: the ``gradients`` of a step in float64, the losses of
-    ``training`` through the engine, a ``resume``'s losses and weights. None of those after ``last``
-    is compared.
+    ``training`` through the engine, a ``resume``'s losses and weights, and what another layout
+    loads and continues with, ``elsewhere``; ``only`` is the one of these to compare.
 
     Raises:
+        ConfigError: the other layout does not fit.
         RankError: a rank failed.
     """
     with tempfile.TemporaryDirectory(prefix="composition-") as folder:
-        return _difference(pool, composition, Path(folder), last)
+        runs = _Runs(pool, composition, Path(folder))
+        for stage in STAGES:
+            wrong = getattr(runs, stage)() if only in (stage, None) else None
+            if wrong:
+                return f"{stage}: {wrong}"
+    return None
 
 
-def _difference(pool: Pool, composition: Composition, folder: Path, last: str) -> str | None:
-    base = str(folder / "base")
-    if composition.base is not None:
-        argv = [*composition.base.flags_alone(), "--seed", "7", "--save", base]
-        pool.run(1, trained, [*argv, "--exit-interval", "1"], timeout=LIMIT)
-    size, flags = composition.parsed.processes, composition.flags(base, str(folder / "whole"))
-    alone = composition.flags_alone(base)
-    if composition.comparable:
-        wrong = _gradients_differ(pool, composition, base)
-        if wrong:
-            return f"gradients: {wrong}"
-    if last == "gradients":
+class _Runs:
+    """The runs of a composition, each made when it is first needed. Every method that has the name
+    of a stage returns what differs, or None."""
+
+    def __init__(self, pool: Pool, composition: Composition, folder: Path) -> None:
+        self._pool, self._composition, self._folder = pool, composition, folder
+        self._base = str(folder / "base")
+        if composition.base is not None:
+            argv = [*composition.base.flags_alone(), "--seed", "7", "--save", self._base]
+            self._train(1, [*argv, "--exit-interval", "1"])
+
+    def _train(self, size: int, argv: list[str]) -> list[RunRecord]:
+        return self._pool.run(size, trained, argv, timeout=LIMIT)
+
+    def _flags(self, run: str) -> list[str]:
+        return self._composition.flags(self._base, str(self._folder / run))
+
+    @property
+    def _alone(self) -> list[str]:
+        return self._composition.flags_alone(self._base)
+
+    @functools.cached_property
+    def _whole(self) -> list[RunRecord]:
+        return self._train(self._composition.parsed.processes, self._flags("whole"))
+
+    @functools.cached_property
+    def _saved(self) -> str:
+        """A folder with the checkpoint of a run that was stopped."""
+        saved = str(self._folder / "run")
+        stop = ["--save", saved, "--exit-interval", str(self._composition.resume)]
+        self._train(self._composition.parsed.processes, [*self._flags("run"), *stop])
+        return saved
+
+    def gradients(self) -> str | None:
+        if not self._composition.comparable:
+            return None
+        return _gradients_differ(self._pool, self._composition, self._base)
+
+    def training(self) -> str | None:
+        if self._flags("whole") == self._alone or not self._composition.comparable:
+            return None
+        alone = self._train(1, self._alone)[0]
+        precision = self._composition.precision
+        return training_differs(self._whole[0], alone, precision, lambda: self._noise(alone))
+
+    def resume(self) -> str | None:
+        again = [*self._flags("again"), "--save", str(self._folder / "again")]
+        size = self._composition.parsed.processes
+        resumed = self._train(size, [*again, "--load", self._saved])
+        for rank, (whole, rest) in enumerate(zip(self._whole, resumed, strict=True)):
+            wrong = _bits_differ(whole, rest, self._composition.resume)
+            if wrong:
+                return f"rank {rank}: {wrong}"
         return None
-    whole = pool.run(size, trained, flags, timeout=LIMIT)
-    if flags != alone and composition.comparable:
-        alone_record = pool.run(1, trained, alone, timeout=LIMIT)[0]
+
+    def elsewhere(self) -> str | None:
+        other = self._composition.elsewhere
+        if other is None:
+            raise ConfigError(f"{self._composition.target} does not fit the batch")
+        size, flags = other.parsed.processes, [*other.flags(self._base), "--load", self._saved]
+        own = [*self._flags("here"), "--load", self._saved]
+        here = self._pool.run(self._composition.parsed.processes, loaded, own, timeout=LIMIT)
+        there = self._pool.run(size, loaded, flags, timeout=LIMIT)
+        wrong = _tensors_differ(whole_tensors(here), whole_tensors(there))
+        if wrong or not (self._composition.comparable and other.comparable):
+            return wrong
+        record = self._train(size, flags)[0]
+        rest = _after(self._whole[0], self._composition.resume)
+        load = ["--load", self._saved]
 
         def noise() -> Drift:
-            seeds = range(1, NOISY + 1)
-            noisy = [pool.run(1, trained, alone, seed)[0] for seed in seeds]
-            return Drift.between(noisy, alone_record)
+            return self._noise(self._train(1, [*self._alone, *load])[0], load)
 
-        wrong = training_differs(whole[0], alone_record, composition.precision, noise)
-        if wrong:
-            return f"training: {wrong}"
-    if last == "training":
-        return None
-    saved = str(folder / "run")
-    again = [*composition.flags(base, saved), "--save", saved]
-    pool.run(size, trained, [*again, "--exit-interval", str(composition.resume)], timeout=LIMIT)
-    resumed = pool.run(size, trained, [*again, "--load", saved], timeout=LIMIT)
-    for rank in range(size):
-        wrong = _bits_differ(whole[rank], resumed[rank], composition.resume)
-        if wrong:
-            return f"resume, rank {rank}: {wrong}"
+        return training_differs(record, rest, self._composition.precision, noise)
+
+    def _noise(self, record: RunRecord, load: Sequence[str] = ()) -> Drift:
+        """Return the effect of rounding on a run of one process with this record."""
+        argv = [*self._alone, *load]
+        noisy = [self._pool.run(1, trained, argv, seed)[0] for seed in range(1, NOISY + 1)]
+        return Drift.between(noisy, record)
+
+
+def _tensors_differ(
+    here: Mapping[tuple[str, str], Tensor], there: Mapping[tuple[str, str], Tensor]
+) -> str | None:
+    if here.keys() != there.keys():
+        return f"{sorted(here.keys() ^ there.keys())[:3]} are in one layout only"
+    for (name, kind), values in here.items():
+        if not torch.equal(values, there[name, kind]):
+            return f"{kind} of {name} differs"
     return None
+
+
+def loaded(argv: list[str]) -> list[Share]:
+    """Return what this rank holds after loading, and print nothing; for the pool."""
+    run = parse_run(None, argv)
+    with contextlib.redirect_stdout(io.StringIO()), distributed(run.config.parallel) as mesh:
+        return shares(watched_trainer(run, mesh, lambda result: None).engine)
 
 
 def trained(argv: list[str], noise: int = 0) -> RunRecord:
@@ -148,6 +223,11 @@ def training_differs(
             if not abs(mine[step] - other[step]) <= allowed:
                 return f"{text}, rounding {allowed:.1g}"
     return None
+
+
+def _after(record: RunRecord, steps: int) -> RunRecord:
+    lists = (record.losses, record.norms, record.scales, record.skipped)
+    return RunRecord(*(values[steps:] for values in lists))
 
 
 def _bits_differ(whole: RunRecord, resumed: RunRecord, steps: int) -> str | None:

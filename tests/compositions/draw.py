@@ -8,10 +8,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.ranks import environment
 from megatron.config import ConfigError
 from megatron.config.layouts import Layout
+from megatron.families import trained_spec
+from megatron.model.layer_list import LayerStack
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 
 BASE = (
@@ -51,6 +56,10 @@ OF_RUN = ("recompute", "memory", "overlap", "saving", "report", "partition")
 """Options that must not change results: the run of one process has none of them."""
 
 
+Options = tuple[tuple[str, str], ...]
+"""Names of options, and the flags chosen of each."""
+
+
 @dataclass(frozen=True)
 class Composition:
     """A run to compare with one process.
@@ -62,19 +71,32 @@ class Composition:
         micro_batch: samples of a micro batch; ``times`` the fewest micro batches of the schedule.
         layers: blocks of the model.
         resume: steps before the run is stopped and continued.
+        target: the layout that its checkpoint continues in as well.
     """
 
     seed: int
     layout: str
-    options: tuple[tuple[str, str], ...]
+    options: Options
     micro_batch: int
     times: int
     layers: int
     resume: int
+    target: str = "dp1"
 
     @property
     def parsed(self) -> Layout:
         return parse_layout(self.layout)
+
+    @property
+    def elsewhere(self) -> Composition | None:
+        """The same micro batches in the layout :attr:`target`; None if it cannot divide them, or
+        not in the sizes that a growing batch has."""
+        target = parse_layout(self.target)
+        samples = self.times * self.parsed.fewest_micro_batches * self.parsed.data
+        times, rest = divmod(samples, target.fewest_micro_batches * target.data)
+        if times == 0 or rest or ("--rampup" in str(self) and times != self.times):
+            return None
+        return replace(self.without(*OF_RUN), layout=self.target, times=times)
 
     @property
     def precision(self) -> str:
@@ -143,38 +165,67 @@ class Composition:
         for at in range(len(tokens)):
             if len(tokens) > 1:
                 yield replace(self, layout="-".join(tokens[:at] + tokens[at + 1 :]))
+        if self.target != "dp1":
+            yield replace(self, target="dp1")
 
     def __str__(self) -> str:
-        return ", ".join([f"seed {self.seed}", self.layout, *(text for _, text in self.options)])
+        layouts = f"{self.layout} to {self.target}"
+        return ", ".join([f"seed {self.seed}", layouts, *(text for _, text in self.options)])
 
 
 def drawn(seed: int) -> Composition:
     """Draw a composition that the configuration accepts; the same for the same seed."""
-    attempts = (_drawn(seed, attempt) for attempt in itertools.count())
-    return next(each for each in attempts if refusal(each) is None)
-
-
-def _drawn(seed: int, attempt: int) -> Composition:
-    draw = random.Random(f"{seed}/{attempt}")
-    name = draw.choice(LAYOUTS)
-    parsed = parse_layout(name)
-    stage = draw.choice((0, 1) if parsed.pipeline > 1 else (0, 1, 2, 3))
-    choices = {
+    draw = random.Random(seed)
+    chosen = {
         option: draw.choices([text for _, text in values], [weight for weight, _ in values])[0]
         for option, values in OPTIONS.items()
     }
-    if parsed.expert > 1 and not choices["experts"]:
-        choices["experts"] = draw.choice(OPTIONS["experts"][1:])[1]
+    # Of the options that contradict each other, the first in a random order is kept.
+    order = [option for option in draw.sample(list(chosen), len(chosen)) if chosen[option]]
+    family: Options = (("family", chosen["family"]),) if chosen["family"] else ()
+    attempts = (_bare(seed, draw, family) for _ in itertools.count())
+    composition = next(each for each in attempts if refusal(each) is None)
+    for option in order:
+        more = replace(composition, options=((option, chosen[option]), *composition.options))
+        if option not in dict(composition.options) and refusal(more) is None:
+            composition = more
+    places = list(OPTIONS)
+    options = sorted(composition.options, key=lambda each: places.index(each[0]))
+    composition = replace(composition, options=tuple(options))
+    return replace(composition, target=_target(composition))
+
+
+def _bare(seed: int, draw: random.Random, options: Options) -> Composition:
+    """Draw a layout, with experts if it divides them, and sizes."""
+    name = _with_stage(draw, draw.choice(LAYOUTS))
+    parsed = parse_layout(name)
+    if parsed.expert > 1:
+        options += (("experts", draw.choice(OPTIONS["experts"][1:])[1]),)
     stages = parsed.pipeline * parsed.chunks
     return Composition(
         seed,
-        f"{name}-zero{stage}" if stage else name,
-        tuple((option, text) for option, text in choices.items() if text),
+        name,
+        options,
         draw.choice((1, 2)),
         draw.choice((1, 1, 2)) if stages > 1 else draw.choice((1, 2, 3)),
         max(2, stages) * draw.choice((1, 2)) if stages <= 2 else 2 * stages,
         draw.randrange(1, STEPS),
     )
+
+
+def _target(composition: Composition) -> str:
+    draw = random.Random(f"{composition.seed}/target")
+    for name in draw.sample(LAYOUTS, len(LAYOUTS)):
+        target = _with_stage(draw, name)
+        other = replace(composition, target=target).elsewhere
+        if other is not None and refusal(other) is None:
+            return target
+    return composition.layout
+
+
+def _with_stage(draw: random.Random, name: str) -> str:
+    stage = draw.choice((0, 1) if parse_layout(name).pipeline > 1 else (0, 1, 2, 3))
+    return f"{name}-zero{stage}" if stage else name
 
 
 def refusal(composition: Composition) -> str | None:
@@ -184,8 +235,9 @@ def refusal(composition: Composition) -> str | None:
     try:
         with environment({"WORLD_SIZE": str(composition.parsed.processes)}):
             parse_run(None, without_base.flags())
-        with environment({"WORLD_SIZE": "1"}):
-            parse_run(None, without_base.flags_alone())
+        with environment({"WORLD_SIZE": "1"}), torch.device("meta"):
+            config = parse_run(None, without_base.flags_alone()).config
+            LayerStack(trained_spec(config).layers(TensorParallel()), config.parallel)
     except ConfigError as error:
         return str(error)
     return None

@@ -26,19 +26,19 @@ sys.path[:0] = map(str, (ROOT, TESTS, TESTS / "helpers", TESTS / "distributed"))
 from ledger import commit  # noqa: E402
 from pool import Pool, RankError  # noqa: E402
 
-from compositions.compare import difference  # noqa: E402
+from compositions.compare import STAGES, difference  # noqa: E402
 from compositions.draw import Composition, drawn, refusal  # noqa: E402
 from megatron.config import ConfigError  # noqa: E402
 
 LOG = HERE / "log.jsonl"
 
 
-def outcome(pool: Pool, composition: Composition, last: str = "resume") -> str:
+def outcome(pool: Pool, composition: Composition, only: str | None = None) -> str:
     """Return ``refused``, ``equal``, or what is wrong; see :func:`compare.difference`."""
     try:
         if refusal(composition) is not None:
             return "refused"
-        return difference(pool, composition, last) or "equal"
+        return difference(pool, composition, only) or "equal"
     except ConfigError:
         return "refused"
     except RankError as error:
@@ -58,7 +58,7 @@ def smallest(pool: Pool, composition: Composition, wrong: str) -> tuple[Composit
     """Return the composition with all removed that its failure does not need."""
     kind = wrong.partition(":")[0]
     for smaller in composition.smaller():
-        now = outcome(pool, smaller, last=kind)
+        now = outcome(pool, smaller, kind if kind in STAGES else None)
         if now.partition(":")[0] == kind:
             return smallest(pool, smaller, now)
     return composition, wrong

@@ -70,3 +70,17 @@ def test_what_depends_on_the_layout_is_not_compared():
     balanced = dataclasses.replace(alone, options=(("experts", counted),))
     for layout, same in (("tp2", True), ("ep2", False), ("dp2", False)):
         assert dataclasses.replace(balanced, layout=layout).comparable == same
+
+
+def test_another_layout_has_the_same_micro_batches():
+    here = Composition(0, "pp2-dp2", (), micro_batch=1, times=2, layers=4, resume=1)
+    for target, times in (("dp1", 4), ("dp4", 1), ("tp2-pp2", 4), ("pp4", 4), ("pp2-dp2", 2)):
+        there = dataclasses.replace(here, target=target).elsewhere
+        assert there is not None and (there.layout, there.times) == (target, times)
+        batch = "--micro-batch-size 1 --global-batch-size 4".split()
+        assert [here.flags_alone()[-4:], there.flags_alone()[-4:]] == [batch, batch]
+    once = dataclasses.replace(here, times=1)
+    assert dataclasses.replace(once, target="pp4-dualpipev").elsewhere is None
+    growing = dataclasses.replace(here, options=(("order", "--rampup-batch-size @start 4 9"),))
+    assert growing.elsewhere is None  # dp1 would begin with two samples
+    assert dataclasses.replace(growing, target="cp2-dp2").elsewhere is not None

@@ -15,11 +15,10 @@ import pytest
 import torch
 from family_models import FAMILIES, MODELS, NO_DROPOUT, blocks
 from training_jobs import TINY
+from whole_state import shares, whole
 
 from megatron.apps.parity.runs import RunRecord, watched_trainer
 from megatron.engine.environment import distributed
-from megatron.engine.state import owned_slices
-from megatron.parallel.shard import shard_of
 from megatron.run.run import parse_run
 
 STOP, END = 3, 6
@@ -200,60 +199,20 @@ def pairs():
 
 def run(argv):
     """Trains; returns what this rank held at the start and after ``STOP`` steps, and the record of
-    all steps; for the pool.
-
-    The state is a list of (name, kind, shard, coordinates, start in its share, values).
-    """
+    all steps; for the pool."""
     record, states = RunRecord(), []
     parsed = parse_run(None, argv)
 
     def watch(result):
         record.add(result)
         if len(record.losses) == STOP:
-            states.append(state(trainer.engine))
+            states.append(shares(trainer.engine))
 
     with distributed(parsed.config.parallel) as groups:
         trainer = watched_trainer(parsed, groups, watch)
-        states.append(state(trainer.engine))
+        states.append(shares(trainer.engine))
         trainer.fit()
         return *states, record
-
-
-def state(engine):
-    place = engine.mesh.coordinates
-    buffers = [
-        (name, "weight", buffer.shard, place, 0, array(buffer.values))
-        for name, buffer in engine.buffers.items()
-    ]
-    return buffers + [
-        (own.name, kind, shard_of(own.param), place, own.slice.start, array(own.get(kind)))
-        for own in owned_slices(engine)
-        for kind in own.kinds
-    ]
-
-
-def array(values):
-    return values.detach().cpu().numpy().copy()
-
-
-def whole(states):
-    """Whole tensors by (name, kind), from what all ranks hold; apart from the code under test."""
-    shares, result = {}, {}
-    for rank_state in states:
-        for name, kind, shard, place, start, values in rank_state:
-            axes = {axis: place[axis] for axis in place if shard.over(axis) is not None}
-            key = (name, kind, shard, tuple(axes.items()))
-            if key not in shares:
-                shares[key] = np.full(np.prod(shard.local_shape(axes)), np.nan, np.float32)
-            shares[key][start : start + len(values)] = values
-    for (name, kind, shard, axes), flat in shares.items():
-        assert not np.isnan(flat).any(), (name, kind)
-        if (name, kind) not in result:
-            result[name, kind] = torch.full(shard.canonical_shape, torch.nan)
-        share = torch.from_numpy(flat).view(shard.local_shape(dict(axes)))
-        shard.place(result[name, kind], share, dict(axes))
-    assert not any(values.isnan().any() for values in result.values())
-    return result
 
 
 def argv_of(family, name):
