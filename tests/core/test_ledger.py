@@ -28,22 +28,26 @@ LAYOUTS = "tests/distributed/parity/test_gradients.py"
 Z_LOSS = "tests/distributed/engine/test_z_loss_layouts.py"
 COOLDOWN = "tests/features/cooldown/test_cooldown.py"
 KILLS = "tests/e2e/test_kills.py"
+FUZZ = "tests/fuzz/test_fuzz.py"
 
 
 @pytest.mark.parametrize(
     "changed, stale",
     [
-        ("megatron/parallel/linear.py", {LAYOUTS, Z_LOSS, COOLDOWN, KILLS}),
+        ("megatron/parallel/linear.py", {LAYOUTS, Z_LOSS, COOLDOWN, KILLS, FUZZ}),
         ("megatron/features/z_loss/objective.py", {Z_LOSS}),
         ("megatron/features/cooldown/branch.py", {COOLDOWN}),
         ("pretrain_gpt.py", {KILLS}),
         ("tests/helpers/configs.py", {COOLDOWN}),
         (LAYOUTS, {LAYOUTS}),
         ("tests/helpers/parts.py", set()),
+        ("tests/fuzz/campaign.py", {FUZZ}),
+        ("tests/fuzz/readers/retro.py", {FUZZ}),
+        ("megatron/apps/corpus/collection/decontamination.py", {FUZZ}),
     ],
 )
 def test_a_change_makes_stale_what_depends_on_it(monkeypatch, changed, stale):
-    tests = [LAYOUTS, Z_LOSS, COOLDOWN, KILLS]
+    tests = [LAYOUTS, Z_LOSS, COOLDOWN, KILLS, FUZZ]
     assert code_after(monkeypatch, changed, tests) == stale
 
 

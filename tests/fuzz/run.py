@@ -21,7 +21,7 @@ sys.path[:0] = map(str, (ROOT, ROOT / "tests", ROOT / "tests/helpers", DETOXIFYI
 
 from fuzz.campaign import Summary, campaign  # noqa: E402
 from fuzz.edits import Edit  # noqa: E402
-from fuzz.readers import FUZZERS  # noqa: E402
+from fuzz.fuzzers import FUZZERS  # noqa: E402
 from fuzz.sandbox import Sandbox  # noqa: E402
 
 

@@ -10,8 +10,8 @@ import pytest
 from fuzz.campaign import Summary, batch, campaign
 from fuzz.edits import Edit, apply, files_of
 from fuzz.fuzzer import Broken, Fuzzer
+from fuzz.fuzzers import FUZZERS
 from fuzz.landlock import version
-from fuzz.readers import FUZZERS
 from fuzz.sandbox import Sandbox
 from samples import sampled
 

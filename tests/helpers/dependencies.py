@@ -17,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
+DETOXIFYING = ROOT / "examples_deepspeed/megatron/detxoify_lm"
+"""A folder that ``conftest.py`` puts on the path."""
 
 SUBJECTS = [ROOT / "megatron/features", ROOT / "megatron/apps"]
 FEATURES = ROOT / "megatron/config/features.py"
@@ -99,13 +101,15 @@ def _imported(path: Path) -> Iterator[Path]:
 def _files_of(module: str, importer: Path) -> tuple[Path, ...]:
     """Files of a module and of the packages around it; none for modules of others."""
     parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        path = ROOT.joinpath(*parts[:length])
-        for file in (path / "__init__.py", path.with_suffix(".py")):
-            if file.is_file():
-                around = (folder / "__init__.py" for folder in file.parents if folder != ROOT)
-                return file, *filter(Path.is_file, around)
-    if importer.is_relative_to(ROOT / "megatron"):
+    of_tests = not importer.is_relative_to(ROOT / "megatron")
+    for base in (ROOT, TESTS, DETOXIFYING) if of_tests else (ROOT,):
+        for length in range(len(parts), 0, -1):
+            path = base.joinpath(*parts[:length])
+            for file in (path / "__init__.py", path.with_suffix(".py")):
+                if file.is_file():
+                    around = (folder / "__init__.py" for folder in file.parents if folder != ROOT)
+                    return file, *filter(Path.is_file, around)
+    if not of_tests:
         return ()
     same = _by_name()[f"{parts[0]}.py"] + _by_name()[parts[0]]
     near = [file for file in same if file.parent in importer.parents]
@@ -123,8 +127,14 @@ def _by_name() -> dict[str, list[Path]]:
 
 
 def _named(path: Path) -> Iterator[Path]:
-    """Files whose paths, or modules whose names, are strings of a source."""
+    """Files whose paths, or modules whose names, are strings of a source. If the last part of a
+    name is formatted, ``f"bugs.{name}"``, all modules of that package."""
     for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            *package, last = str(node.values[0].value).split(".")
+            folders = [base.joinpath(*package) for base in (TESTS, path.parent) if package]
+            if not last and all(map(str.isidentifier, package)):
+                yield from (file for folder in folders for file in sorted(folder.glob("*.py")))
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
             continue
         if node.value.startswith("megatron."):

@@ -1,4 +1,4 @@
-"""The fuzzers: a file for the readers of a kind."""
+"""All fuzzers: each file of ``readers`` has those of a kind of reader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fuzz.fuzzer import Fuzzer
 
-KINDS = tuple(sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem != "__init__"))
+KINDS = tuple(sorted(path.stem for path in (Path(__file__).parent / "readers").glob("*.py")))
 FUZZERS: dict[str, Fuzzer] = {
     fuzzer.name: fuzzer
     for fuzzer in chain.from_iterable(
