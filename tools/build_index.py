@@ -22,10 +22,10 @@ from megatron.config.flags import option
 from megatron.data.index_cache import IndexCache
 from megatron.data.sources import parts_of
 from megatron.families import family_names, family_of
-from megatron.features.raw_text.workers import usable_processors
 from megatron.run.run import Run, RunToolParser, run_of
 from megatron.training.plan import TrainingPlan
 from megatron.util.errors import one_line
+from megatron.util.workers import usable_processors
 
 
 @dataclass(frozen=True)

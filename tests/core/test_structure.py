@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from import_statements import ROOT, closure, imported_files, sources
 
 MOST_FILES = 157
@@ -45,6 +46,7 @@ def ours_of(program: str, flags: list[str], folder: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.partition(":")[0] in ours]
 
 
+@pytest.mark.features
 def test_few_frames_lead_to_the_first_matrix_product():
     frames = figures.calls_of_a_step()
     assert frames[0] == ("main", "pretrain_gpt.py")
@@ -91,6 +93,7 @@ pretrain_gpt.main()
 """
 
 
+@pytest.mark.features
 def test_a_data_path_passes_few_files(tmp_path):
     """From the command line to the loader: who parses, opens, indexes, reads."""
     flags = [*figures.SMALL_RUN, "--data-path", "the-books", "--split", "1,0,0"]

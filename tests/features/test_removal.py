@@ -1,4 +1,5 @@
-"""Without the folder of a feature the rest trains a GPT, and lacks that feature's flags alone."""
+"""Without the folder of a feature the rest trains a GPT, and lacks that feature's flags alone. So
+does the core without any, and passes its own tests."""
 
 import ast
 import itertools
@@ -63,25 +64,25 @@ ROOT_FILES = ("*.md", "*.toml", "*.txt", "Dockerfile", "LICENSE", "Makefile")
 """What the tests of the core need next to the package."""
 
 
-def without(name: str, folder: Path, parts: tuple[str, ...] = ()) -> Path:
-    """Copy the project without a feature, those that need it, and the tests of these: their
-    folders, their flags in the golden list, tests of the core that import them, and lines of the
-    ledger about these tests. Compiled modules come along."""
+def without(names: set[str], folder: Path, parts: tuple[str, ...] = ()) -> Path:
+    """Copy the project without some features, and without their tests: their folders, their flags
+    in the golden list, tests of the core that import them, and lines of the ledger about these
+    tests. Compiled modules come along."""
     for part in ("megatron", *parts):
         if (ROOT / part).exists():
             shutil.copytree(ROOT / part, folder / part, symlinks=True)
     for pattern in ("*.py", *ROOT_FILES):
         for file in ROOT.glob(pattern):
             shutil.copy(file, folder)
-    modules = [f"megatron.{FOLDERS[n].parent.name}.{n}" for n in removed_with(name)]
-    for each in removed_with(name):
+    modules = [f"megatron.{FOLDERS[name].parent.name}.{name}" for name in names]
+    for each in names:
         shutil.rmtree(folder / FOLDERS[each].relative_to(ROOT))
         tests = folder / "tests" / FOLDERS[each].parent.name / each
         shutil.rmtree(tests, ignore_errors=True)
     for test in (folder / "tests" / "core").rglob("*.py"):
         if any(re.search(rf"\b{name}\b", test.read_text()) for name in modules):
             test.unlink()
-    golden, lost = folder / "tests" / "golden" / "flags.json", lost_options(name)
+    golden, lost = folder / "tests" / "golden" / "flags.json", lost_options(names)
     if golden.exists():
         flags = json.loads(golden.read_text())
         kept = {names: flag for names, flag in flags.items() if not lost & set(names.split())}
@@ -96,9 +97,9 @@ def without(name: str, folder: Path, parts: tuple[str, ...] = ()) -> Path:
     return folder
 
 
-def lost_options(name: str) -> set[str]:
-    """The flags of a feature and of those that need it."""
-    removed = [features()[each] for each in removed_with(name)]
+def lost_options(names: set[str]) -> set[str]:
+    """The flags of some features."""
+    removed = [features()[each] for each in names]
     classes = ((*f.sections.values(), *f.flag_parts.values(), *f.model_parts) for f in removed)
     return options(*itertools.chain.from_iterable(classes))
 
@@ -115,34 +116,28 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+def trains_without(names: set[str], folder: Path) -> None:
+    told = run(without(names, folder), "-c", PROGRAM, *TRAIN)
+    assert "iteration        4/       4" in told, told
+    line = next(line for line in told.splitlines() if line.startswith("FLAGS "))
+    left = set(ast.literal_eval(line.removeprefix("FLAGS "))) - {"-h", "--help", "--version"}
+    assert left == options(*FLAG_CLASSES) - lost_options(names)
+
+
 @pytest.mark.parametrize(
     "name",
     [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.proof) for n in sorted(FOLDERS)],
 )
 def test_a_gpt_is_trained_without(name, tmp_path):
-    folder = without(name, tmp_path)
-    told = run(folder, "-c", PROGRAM, *TRAIN)
-    assert "iteration        4/       4" in told, told
-    line = next(line for line in told.splitlines() if line.startswith("FLAGS "))
-    flags = options(*FLAG_CLASSES) - lost_options(name)
-    assert (
-        set(ast.literal_eval(line.removeprefix("FLAGS "))) - {"-h", "--help", "--version"} == flags
-    )
+    trains_without(removed_with(name), tmp_path)
+
+
+def test_a_gpt_is_trained_by_the_core_alone(tmp_path):
+    trains_without(set(FOLDERS), tmp_path)
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", sorted(FOLDERS))
-def test_the_core_passes_its_tests_without(name, tmp_path):
-    folder = without(name, tmp_path, TESTED)
-    run(
-        folder,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-m",
-        "not proof",
-        "-p",
-        "no:cacheprovider",
-        "tests/core",
-    )
+def test_the_core_alone_passes_its_tests(tmp_path):
+    folder = without(set(FOLDERS), tmp_path, TESTED)
+    chosen = ("-m", "not proof and not features", "-p", "no:cacheprovider", "tests/core")
+    run(folder, "-m", "pytest", "-q", *chosen)

@@ -12,7 +12,7 @@ from typing import Any
 
 from stem import HELPERS, shared
 
-from megatron.features.raw_text import workers
+from megatron.util import workers
 
 
 class ForkedWorker(workers.Worker):
@@ -28,7 +28,7 @@ class ForkedWorker(workers.Worker):
 
 
 def serve(pipe: Connection, pickled: bytes, path: list[str], folder: str) -> None:
-    """Be the worker: see :class:`megatron.features.raw_text.workers.Worker`."""
+    """Be the worker: see :class:`megatron.util.workers.Worker`."""
     sys.path[:] = path
     os.chdir(folder)
     workers._serve(pipe, pickle.loads(pickled))

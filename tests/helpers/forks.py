@@ -25,7 +25,7 @@ from _pytest.runner import runtestprotocol
 from forked_workers import ForkedWorker
 from parts import recorded, split
 
-from megatron.features.raw_text import workers
+from megatron.util import workers
 
 _RECORD = 4
 """Bytes of the number of a piece."""

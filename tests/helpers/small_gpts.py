@@ -5,9 +5,8 @@ from configs import model_config
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import build_model
-from megatron.features.float8.linear import Float8
 from megatron.model.layer_list import LayerStack
-from megatron.parallel.layers import ParallelLinear
+from megatron.parallel.layers import LinearKernel, ParallelLinear
 
 BATCH, LENGTH, VOCAB, PADDED = 2, 32, 120, 128
 LLAMA = {
@@ -55,7 +54,7 @@ def small_gpt(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    float8: Float8 | None = None,
+    float8: LinearKernel | None = None,
     recompute: str | None = None,
     **changes: object,
 ) -> LayerStack:

@@ -2,17 +2,15 @@
 
 import base64
 import email
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 
-from megatron.features.tokenizers.train import (
-    train_byte_level_bpe,
-    train_sentencepiece_model,
-    train_wordpiece,
-)
+from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 
 PIECES = (
     ["<|endoftext|>", "<|endoftext|", "<|startoftext|>", "<|", "</s>", "[MASK]"]
@@ -67,7 +65,11 @@ def python_sources() -> list[str]:
 @pytest.fixture(scope="session")
 def trained(python_sources):
     """A tokenizer of 2,000 tokens."""
-    return train_byte_level_bpe(python_sources, vocab_size=2000, min_frequency=2)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(python_sources, vocab_size=1999, show_progress=False)
+    model = json.loads(tokenizer.to_str())["model"]
+    merges = [(left, right) for left, right in model["merges"]]
+    return GPT2BPETokenizer({**model["vocab"], "<|endoftext|>": 1999}, merges)
 
 
 @pytest.fixture(scope="session")
@@ -80,6 +82,8 @@ def trained_folder(trained, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def wordpiece_file(python_sources, tmp_path_factory) -> Path:
     """A cased vocab.txt of 2,000 tokens."""
+    from megatron.features.tokenizers.train import train_wordpiece
+
     folder = tmp_path_factory.mktemp("wordpiece")
     train_wordpiece(lambda: python_sources, 2000, 2, lower_case=False).save_pretrained(folder)
     return folder / "vocab.txt"
@@ -88,6 +92,8 @@ def wordpiece_file(python_sources, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def sentencepiece_files(python_sources, tmp_path_factory) -> dict[str, Path]:
     """SentencePiece models of about 1,000 pieces: unigram, bpe, char, and bpe as Llama 2 has it."""
+    from megatron.features.tokenizers.train import train_sentencepiece_model
+
     folder = tmp_path_factory.mktemp("sentencepiece")
     files = {kind: folder / f"{kind}.model" for kind in ("unigram", "bpe", "char", "llama")}
     texts = [*python_sources[:30], "naïve Straße русский 中文字 日本語"]

@@ -45,10 +45,10 @@ from megatron.features.curriculum.metric_files import (
     write_index,
     write_rows,
 )
-from megatron.features.raw_text.workers import map_in_order, usable_processors
 from megatron.util.digests import digest_of_parts
 from megatron.util.files import write_whole
 from megatron.util.json_text import parse_json
+from megatron.util.workers import map_in_order, usable_processors
 
 VOCABULARY = "total_vocab_freq"
 """Metric that counts tokens, named as in Megatron-DeepSpeed."""

@@ -12,7 +12,6 @@ from megatron.features.curriculum.flags import CurriculumConfig, sequence_length
 
 
 class CurriculumFeature(Feature):
-    needs = ("raw_text",)
     sections = {"curriculum": CurriculumConfig}
     json_sections = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
 

@@ -32,10 +32,10 @@ from megatron.features.raw_text.records import (
     read_lines,
     texts_of_line,
 )
-from megatron.features.raw_text.workers import map_in_order, usable_processors
 from megatron.util.digests import digest_of_sample
 from megatron.util.json_text import parse_json
 from megatron.util.progress import progress_bar
+from megatron.util.workers import map_in_order, usable_processors
 
 _RANGE_BYTES = 1 << 24
 _DIGEST_BYTES = 1 << 16

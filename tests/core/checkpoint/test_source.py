@@ -76,11 +76,13 @@ def test_opening_compares_checksums(save):
     open_checkpoint(save, verify=False)
 
 
+@pytest.mark.features
 def test_titles_are_different():
     assert len({reader(name).title for name in formats()}) == len(formats()) == 15
     assert reader(next(iter(formats()))) is CheckpointReader
 
 
+@pytest.mark.features
 def test_a_format_whose_folder_is_deleted_is_left_out(monkeypatch, tmp_path):
     there = Format("a", "megatron.formats.meta:MetaFolder", needs=("megatron.formats.meta",))
     deleted = Format("b", "megatron.formats.b:Folder", needs=(*there.needs, "megatron.formats.b"))

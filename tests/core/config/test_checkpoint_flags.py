@@ -14,6 +14,7 @@ def resolved(flags):
     return resolve(FlagParser(*FLAG_CLASSES).settings(f"{MINIMAL} {flags}".split()), 1)
 
 
+@pytest.mark.features
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -34,6 +35,7 @@ def test_refused(flags, message):
         resolved(flags)
 
 
+@pytest.mark.features
 def test_accepted():
     flags = "--save x --save-interval 10 --keep-last 3 --keep-every 100"
     options = resolved(f"{flags} --save-universal").config.checkpoint

@@ -24,6 +24,7 @@ def pipeline(ranks: int, split: int, **changes) -> Resolved:
     return resolved(ranks, **layout | changes)
 
 
+@pytest.mark.features
 @pytest.mark.parametrize(
     "ranks, split, partition",
     [(2, 1, "6,3"), (4, 1, "6,1,1,1"), (4, 2, "3,3,2,1"), (5, 4, "1,1,2,2,3"), (4, 3, "2,2,2,3")],
@@ -33,6 +34,7 @@ def test_the_decoder_starts_at_a_rank(ranks, split, partition):
     assert pipeline(ranks, split).config.parallel.pipeline_partition == partition
 
 
+@pytest.mark.features
 @pytest.mark.parametrize(
     "ranks, split, changes, message",
     [

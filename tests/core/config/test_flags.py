@@ -140,6 +140,7 @@ def described(parser):
     return json.loads(json.dumps(flags))
 
 
+@pytest.mark.features
 def test_every_flag_is_as_in_the_golden_file(parser):
     flags = described(parser)
     if os.environ.get("MEGATRON_REWRITE_GOLDEN"):
@@ -148,6 +149,7 @@ def test_every_flag_is_as_in_the_golden_file(parser):
     assert flags == json.loads(GOLDEN.read_text())
 
 
+@pytest.mark.features
 @pytest.mark.parametrize("name", MEGATRON_FLAGS)
 def test_accepts_megatron_name(parser, name):
     assert name in parser._option_string_actions
@@ -232,6 +234,7 @@ def test_configs_are_frozen():
             cls().anything = 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.features
 @pytest.mark.parametrize(
     "argv, told",
     [

@@ -116,6 +116,7 @@ def test_a_sample_of_the_cells_has_every_pair_of_values():
     assert pairs(sum(parts, [])) == pairs(whole)
 
 
+@pytest.mark.features
 def test_stored_states_are_what_a_run_does():
     for layout in stored_states():
         assert asked(layout) == claim(layout), layout
@@ -126,6 +127,7 @@ def test_stored_states_are_what_a_run_does():
     }  # fmt: skip
 
 
+@pytest.mark.features
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pipeline", [2, 3, 4])
 def test_every_number_of_micro_batches_is_what_a_run_does(schedule, pipeline):
@@ -136,12 +138,14 @@ def test_every_number_of_micro_batches_is_what_a_run_does(schedule, pipeline):
         assert asked(layout) == claim(layout), layout
 
 
+@pytest.mark.features
 def test_ramp_up_of_the_batch_passes_through_every_size():
     words = ["--rampup-batch-size", "4", "4", "64"]
     layout = Layout(pipeline=2, schedule="interleaved", chunks=2, micro_batches=(8,))
     assert asked(layout, words).micro_batches == (2, 4, 6, 8)
 
 
+@pytest.mark.features
 def test_a_ramp_up_is_refused_with_its_first_bad_size_and_named_only_when_given():
     layout = Layout(pipeline=2, schedule="interleaved", chunks=2, micro_batches=(8,))
     message = asked(layout, ["--rampup-batch-size", "4", "2", "64"])
@@ -291,6 +295,7 @@ def test_refuses_sizes_of_experts_that_do_not_fit(name, told):
         parse_layout(name)
 
 
+@pytest.mark.features
 @pytest.mark.parametrize(
     "name",
     ["cp2", "cp2-a2a", "cp4-a2a+p2p-zero3", "cp2-tp2-sp-bf16", "cp2-pp2-dualpipev", "cp2-dp2-fp16"],

@@ -60,12 +60,14 @@ def resolved(words: str):
     return resolve(PARSER.settings(f"{RUN} {words}".split()), 1)
 
 
+@pytest.mark.features
 @pytest.mark.parametrize(("words", "needs"), REFUSED)
 def test_a_flag_without_effect_is_refused(words, needs):
     with pytest.raises(ConfigError, match=f"has an effect with {needs} only"):
         resolved(words)
 
 
+@pytest.mark.features
 @pytest.mark.parametrize(("words", "shown", "needs"), NOTED)
 def test_a_flag_of_other_scripts_is_mentioned(words, shown, needs):
     assert f"{shown} changes nothing without {needs}" in resolved(words).notes

@@ -102,8 +102,11 @@ def test_the_largest_magnitude_of_a_gradient():
 
 
 def test_rows_of_another_layout():
+    torch.manual_seed(0)
     x = torch.randn(2, 12, 3).transpose(1, 2)
-    assert torch.equal(gated(x, "swiglu", None, 0.0), F.silu(x[..., :6]) * x[..., 6:])
+    # torch rounds the exponential of contiguous and of other rows differently.
+    expected = F.silu(x[..., :6]) * x[..., 6:]
+    torch.testing.assert_close(gated(x, "swiglu", None, 0.0), expected, rtol=1e-6, atol=1e-7)
     nothing = gated(torch.zeros(0, 12), "swiglu", None, 0.0)
     assert nothing.shape == (0, 6)
     assert _formula(torch.zeros(0, 12), "swiglu", None, 0.0, True)[1].tolist() == [0.0]

@@ -111,6 +111,7 @@ def test_padding_is_a_mask_of_keys_alone(monkeypatch, kind):
     assert shapes == (blocks * 2 if kind.startswith("bert") else blocks)
 
 
+@pytest.mark.features
 def test_only_predicted_tokens_have_logits(monkeypatch):
     rows, real = set(), torch.addmm
 

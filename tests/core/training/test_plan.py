@@ -20,6 +20,7 @@ def plan(flags):
     return TrainingPlan(resolve(settings, 1).config)
 
 
+@pytest.mark.features
 @pytest.mark.parametrize(
     "flags, steps",
     [
@@ -114,6 +115,7 @@ COURSES = ("", RAMP, "lengths", f"lengths {RAMP}")
 DEFAULT = (f"lengths {RAMP}", 800, "samples"), ("lengths", 801, "iters")
 
 
+@pytest.mark.features
 @pytest.mark.parametrize(
     ("course", "total", "unit"),
     [

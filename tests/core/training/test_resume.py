@@ -14,6 +14,7 @@ from megatron.training import build
 from megatron.training.resume import SKIPPED, ResumePoint, _skipped, changes
 
 
+@pytest.mark.features
 def test_another_format_of_states_is_one_line():
     run = run_config()
     bits_8 = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
@@ -28,6 +29,7 @@ def test_another_format_of_states_is_one_line():
     assert changes(back, before) == [f"optimizer states: {shown} -> float32"]
 
 
+@pytest.mark.features
 def test_a_state_that_keeps_its_format_is_not_rounded():
     """Stored values are float32 numbers, which the same format holds exactly."""
 
@@ -43,6 +45,7 @@ def test_a_state_that_keeps_its_format_is_not_rounded():
     assert line(run(**bits_16), run(**bits_16, main_params_dtype="bf16")).endswith("to nearest")
 
 
+@pytest.mark.features
 def test_another_recipe_of_8_bits_is_reported_and_compilation_is_not():
     run = run_config()
     before = dataclasses.replace(

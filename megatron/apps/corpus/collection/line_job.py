@@ -40,8 +40,8 @@ from megatron.apps.corpus.preprocessing.inputs import (
 from megatron.apps.corpus.progress import Progress
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.features.raw_text.workers import map_in_order
 from megatron.util.errors import one_line
+from megatron.util.workers import map_in_order
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

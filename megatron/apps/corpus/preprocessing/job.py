@@ -41,9 +41,9 @@ from megatron.apps.corpus.preprocessing.readers import (
     read_blocks,
 )
 from megatron.features.raw_text.records import BadLine, lines_in
-from megatron.features.raw_text.workers import map_in_order
 from megatron.util.digests import digest
 from megatron.util.files import Lock, LockTakenError, naming, sync, write_whole
+from megatron.util.workers import map_in_order
 
 _SHOWN = 5
 

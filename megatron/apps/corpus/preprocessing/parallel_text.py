@@ -19,9 +19,9 @@ from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.flags import option
 from megatron.features.raw_text.encoder import TextEncoder, TextSettings
-from megatron.features.raw_text.workers import map_in_order
 from megatron.tokenizer.mark import mark_of
 from megatron.util.progress import say
+from megatron.util.workers import map_in_order
 
 _LINES = 1000  # number of lines that a process tokenizes at a time
 _SECONDS_BETWEEN_LINES = 1.0

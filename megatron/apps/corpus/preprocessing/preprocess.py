@@ -32,7 +32,7 @@ from megatron.apps.corpus.preprocessing.readers import BlockEncoder, EncodeConfi
 from megatron.apps.corpus.progress import Progress
 from megatron.config import TokenizerConfig
 from megatron.features.raw_text.encoder import TextSettings, available_splitter
-from megatron.features.raw_text.workers import usable_processors
+from megatron.util.workers import usable_processors
 
 MERGED = "merged"
 Made = TypeVar("Made")

@@ -220,8 +220,8 @@ def evaluate(
     with_samples: bool = False,
 ) -> dict[str, Any]:
     """Return lm-eval's results, with all samples if ``with_samples`` or a flag requests them.
-    Collective: every rank must call it. All get the same results, except that bootstrapped standard
-    errors exist only on the main process."""
+    Collective: every rank must call it. Processes with a local rank above 0 get an empty dict, and
+    bootstrapped standard errors exist only on the main process."""
     import lm_eval
 
     lm_eval.evaluator.get_git_commit_hash = _git_hash

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.features.raw_text import workers
-from megatron.features.raw_text.workers import Worker, map_in_order
+from megatron.util import workers
+from megatron.util.workers import Worker, map_in_order
 
 ROOT = Path(__file__).parents[3]
 
