@@ -10,6 +10,9 @@ from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver
 from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths, token_dropping
 
+WHOLE_SAMPLES = ("t5", "biencoder")
+"""Families whose samples cannot be cut to a sequence length."""
+
 
 class CurriculumFeature(Feature):
     sections = {"curriculum": CurriculumConfig}
@@ -31,6 +34,13 @@ class CurriculumFeature(Feature):
             section is None or any(getattr(each, "random_ltd", False) for each in config.sections),
             f"{section and section.path} is enabled, but layers drop tokens with --random-ltd "
             "only: give the flag, or set enabled to false",
+        )
+        lengths = sequence_lengths(config.section(CurriculumConfig))
+        resolver.check(
+            lengths is None or config.model.family not in WHOLE_SAMPLES,
+            f"{lengths and lengths.name} sets the sequence length, but a sample of the family "
+            f"{config.model.family} consists of parts that belong together, and cannot be cut: "
+            "remove it",
         )
 
         from megatron.features.curriculum.packing.section import check, packing_of

@@ -12,6 +12,7 @@ from megatron.features.curriculum.flags import (
     sequence_lengths,
     without_sampling,
 )
+from megatron.run.run import parse_run
 
 LENGTHS = {
     "enabled": True,
@@ -175,3 +176,17 @@ def test_text_that_is_no_section():
     for text in ("{", "[]", '"auto"'):
         with pytest.raises(ConfigError, match="curriculum_learning"):
             CurriculumConfig(curriculum_learning=text)
+
+
+@pytest.mark.parametrize("family", ["t5", "biencoder"])
+def test_samples_that_cannot_be_cut_are_refused_at_the_start(family):
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --mock-data "
+        "--micro-batch-size 2 --train-iters 4 --lr 1e-3 --tokenizer-type NullTokenizer "
+        f"--vocab-size 99 --model-family {family}"
+    ).split()
+    if family == "t5":
+        flags += "--decoder-num-layers 2 --decoder-seq-length 16".split()
+    parse_run(None, flags)
+    with pytest.raises(ConfigError, match=f"curriculum_learning .* of the family {family} "):
+        parse_run(None, [*flags, "--curriculum-learning", json.dumps(LENGTHS)])
