@@ -10,9 +10,6 @@ from megatron.config.features import Feature
 from megatron.config.flags import ConfigResolver
 from megatron.features.curriculum.flags import CurriculumConfig, sequence_lengths, token_dropping
 
-WHOLE_SAMPLES = ("t5", "biencoder")
-"""Families whose samples cannot be cut to a sequence length."""
-
 
 class CurriculumFeature(Feature):
     sections = {"curriculum": CurriculumConfig}
@@ -37,12 +34,10 @@ class CurriculumFeature(Feature):
         )
         lengths = sequence_lengths(config.section(CurriculumConfig))
         resolver.check(
-            lengths is None or config.model.family not in WHOLE_SAMPLES,
-            f"{lengths and lengths.name} sets the sequence length, but a sample of the family "
-            f"{config.model.family} consists of parts that belong together, and cannot be cut: "
-            "remove it",
+            lengths is None or config.model.family not in ("t5", "biencoder"),
+            f"{lengths and lengths.name} cannot cut samples of the family {config.model.family}, "
+            "whose parts belong together: remove it",
         )
-
         from megatron.features.curriculum.packing.section import check, packing_of
 
         packing = packing_of(config.section(CurriculumConfig))
@@ -50,13 +45,11 @@ class CurriculumFeature(Feature):
             check(config, packing)
 
     def why_eager(self, config: Any, automatic: bool) -> str | None:
-        if not automatic:
-            return None
-        if _packs(config):
+        if automatic and _packs(config):
             return "every number of samples and tokens in a bin would be compiled"
-        if sequence_lengths(config.section(CurriculumConfig)) is None:
-            return None
-        return "every sequence length of the curriculum would be compiled"
+        if automatic and sequence_lengths(config.section(CurriculumConfig)) is not None:
+            return "every sequence length of the curriculum would be compiled"
+        return None
 
     def model(self, spec: Any, config: Any) -> Any:
         examples = any(getattr(section, "sft", False) for section in config.sections)

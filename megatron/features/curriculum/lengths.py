@@ -82,9 +82,7 @@ def truncated(batch: Any, seq_length: int) -> Any:
     """Return the first tokens of every sample. Raises ValueError if a batch does not allow it."""
     if not hasattr(batch, "shortened"):
         raise ValueError(
-            "a curriculum of sequence lengths keeps the first tokens of every sample; a "
-            f"{type(batch).__name__} is made of parts that belong together: remove "
-            "curriculum_learning or seqlen_truncate"
+            f"remove curriculum_learning or seqlen_truncate: no {type(batch).__name__} can be cut"
         )
     return batch.shortened(seq_length)
 

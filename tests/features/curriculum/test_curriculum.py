@@ -188,5 +188,5 @@ def test_samples_that_cannot_be_cut_are_refused_at_the_start(family):
     if family == "t5":
         flags += "--decoder-num-layers 2 --decoder-seq-length 16".split()
     parse_run(None, flags)
-    with pytest.raises(ConfigError, match=f"curriculum_learning .* of the family {family} "):
+    with pytest.raises(ConfigError, match=f"curriculum_learning .* of the family {family}, "):
         parse_run(None, [*flags, "--curriculum-learning", json.dumps(LENGTHS)])
