@@ -82,7 +82,7 @@ def truncated(batch: Any, seq_length: int) -> Any:
     """Return the first tokens of every sample. Raises ValueError if a batch does not allow it."""
     if not hasattr(batch, "shortened"):
         raise ValueError(
-            f"remove curriculum_learning or seqlen_truncate: no {type(batch).__name__} can be cut"
+            f"a {type(batch).__name__} cannot be cut: remove curriculum_learning or seqlen_truncate"
         )
     return batch.shortened(seq_length)
 
