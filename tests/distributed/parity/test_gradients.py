@@ -41,14 +41,12 @@ GPT_OSS = (
 ).split()
 QWEN3 = [*LLAMA, "--qk-layernorm", "--sliding-window", "4", "--num-query-groups", "2"]
 LLAMA4 = (
-    "--qk-l2-norm --attention-chunk-size 5 --num-query-groups 2 --window-attn-skip-freq "
-    "([1]*3+[0])*2 --no-rope-freq ([0]*3+[1])*2 --attention-temperature 0.5 "
-    "--attention-temperature-floor 3"
+    "--qk-l2-norm --attention-chunk-size 5 --num-query-groups 2 --window-attn-skip-freq 4 "
+    "--no-rope-freq 4 --attention-temperature 0.5 --attention-temperature-floor 3"
 ).split()
 GATED = (
     "--attention-output-gate --qk-layernorm --apply-layernorm-1p --rotary-interleaved "
-    "--rotary-percent 0.5 --num-query-groups 2 --sliding-window 5 --window-attn-skip-freq "
-    "[1,1,0,1,0,0,1,1]"
+    "--rotary-percent 0.5 --num-query-groups 2 --sliding-window 5 --window-attn-skip-freq 3"
 ).split()
 GPTJ = [*NEOX[:6], *"--rotary-interleaved --disable-bias-linear --add-mlp-bias".split()]
 XGLM = (
