@@ -112,14 +112,14 @@ def test_ends_as_pytest_ends(tmp_path, ending):
     assert words in done.stdout
 
 
-@pytest.mark.features  # the stem imports those of most runs
+@pytest.mark.features  # the stem imports modules of features
 def test_output_of_forked_processes_does_not_block_them():
     process = stem.shared().start("builtins", "print", "x" * 2**18, environment=os.environ)
     process.join()
     assert process.exitcode == 0
 
 
-@pytest.mark.features  # the stem imports those of most runs
+@pytest.mark.features  # the stem imports modules of features
 def test_another_process_with_the_id_of_one_that_has_ended_lives(tmp_path):
     (tmp_path / "jobs.py").write_text(
         "import time\ndef end(pipe): pass\ndef stay(pipe): time.sleep(60)\n"

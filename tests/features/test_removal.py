@@ -85,7 +85,7 @@ def without(names: set[str], folder: Path, parts: tuple[str, ...] = ()) -> Path:
     golden, lost = folder / "tests" / "golden" / "flags.json", lost_options(names)
     if golden.exists():
         flags = json.loads(golden.read_text())
-        kept = {names: flag for names, flag in flags.items() if not lost & set(names.split())}
+        kept = {each: flag for each, flag in flags.items() if not lost & set(each.split())}
         golden.write_text(json.dumps(kept))
     ledger = folder / "tests" / "ledger.jsonl"
     if ledger.exists():

@@ -1,4 +1,4 @@
-"""All fuzzers: each file of ``readers`` has those of a kind of reader."""
+"""All fuzzers, collected from the files of ``readers``."""
 
 from __future__ import annotations
 

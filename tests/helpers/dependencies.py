@@ -130,8 +130,9 @@ def _named(path: Path) -> Iterator[Path]:
     """Files whose paths, or modules whose names, are strings of a source. If the last part of a
     name is formatted, ``f"bugs.{name}"``, all modules of that package."""
     for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
-            *package, last = str(node.values[0].value).split(".")
+        first = node.values[0] if isinstance(node, ast.JoinedStr) and node.values else None
+        if isinstance(first, ast.Constant):
+            *package, last = str(first.value).split(".")
             folders = [base.joinpath(*package) for base in (TESTS, path.parent) if package]
             if not last and all(map(str.isidentifier, package)):
                 yield from (file for folder in folders for file in sorted(folder.glob("*.py")))
