@@ -23,6 +23,8 @@ from megatron.run.run import parse_run
 
 STOP, END = 3, 6
 RUN = [*f"--global-batch-size 4 --train-iters {END}".split(), *NO_DROPOUT]
+OF_TWO_SAMPLES = [*RUN, "--global-batch-size", "8"]
+"""For families with two samples in a micro batch: dualpipev needs four micro batches."""
 FLAGS = {
     "gpt": [
         *TINY,
@@ -30,15 +32,15 @@ FLAGS = {
         *"--normalization RMSNorm".split(),
         *RUN,
     ],
-    "biencoder": [*FAMILIES["biencoder"], *MODELS["biencoder"]["projected"], *RUN],
-    "bert": [*FAMILIES["bert"], *MODELS["bert"]["post-norm"], "--num-layers", "4", *RUN],
+    "biencoder": [*FAMILIES["biencoder"], *MODELS["biencoder"]["projected"], *OF_TWO_SAMPLES],
+    "bert": [*FAMILIES["bert"], *MODELS["bert"]["post-norm"], "--num-layers", "4", *OF_TWO_SAMPLES],
     "t5": [
         *FAMILIES["t5"],
         *MODELS["t5"]["relative"],
         *"--num-layers 3 --decoder-num-layers 3".split(),
-        *RUN,
+        *OF_TWO_SAMPLES,
     ],
-    "retro": [*FAMILIES["retro"], *MODELS["retro"]["modern"], *blocks("retro", 4), *RUN],
+    "retro": [*FAMILIES["retro"], *MODELS["retro"]["modern"], *blocks("retro", 4), *OF_TWO_SAMPLES],
     "multi-token": [
         *TINY,
         *"--num-layers 4 --swiglu --normalization RMSNorm --mtp-num-layers 2".split(),
