@@ -29,7 +29,7 @@ BLOCK = 128
 WHOLE_BLOCK = 256
 """Number of queries per block if every query attends to all keys."""
 
-_CHUNK = 1 << 16
+CHUNK = 1 << 16
 """Number of elements in a chunk of rows, 256 KiB in float32."""
 
 
@@ -274,7 +274,7 @@ def _rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> tuple[Tensor, Tens
     x_TH, weight_H = x.reshape(-1, x.shape[-1]), weight_H.to(kind)
     factor_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True, dtype=kind)
     factor_T1.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
-    if x.numel() <= _CHUNK:
+    if x.numel() <= CHUNK:
         y_TH = (x_TH.to(kind) * factor_T1).mul_(weight_H).to(x.dtype)
         return y_TH.view(x.shape), factor_T1
     y_TH = torch.empty_like(x_TH)
@@ -309,5 +309,5 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    rows = max(1, _CHUNK // tensors[0].shape[-1])
+    rows = max(1, CHUNK // tensors[0].shape[-1])
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)

@@ -8,6 +8,7 @@ the experts.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from megatron.families import trained_spec
 from megatron.features.evaluation.evaluator import default_dtype
 from megatron.features.experts import exchange
 from megatron.features.experts.flags import ExpertsConfig
-from megatron.kernels import cpu_kernels
+from megatron.kernels import cpu_kernels, sums
 from megatron.model.layer_list import LayerSpec, layer_sequence
 from megatron.model.spec import training_dtype
 from megatron.parallel.collectives import all_gather_flat
@@ -269,14 +270,20 @@ def _elements(module: nn.Module) -> int:
 
 @contextmanager
 def _as_on_gpus() -> Iterator[None]:
-    """In this context, distribute tokens evenly over experts, and use torch's attention."""
-    before = exchange.RowPlan, FakeTensor.tolist, cpu_kernels.suits
-    exchange.RowPlan, cpu_kernels.suits = _EvenPlan, lambda *_: False  # type: ignore
-    FakeTensor.tolist = lambda self: even(_EvenCounts.rows, self.shape[-1])  # type: ignore
-    try:
+    """In this context, distribute tokens evenly over experts, use torch's attention, and compute
+    all rows of a tensor at once."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (exchange, "RowPlan", _EvenPlan),
+        (FakeTensor, "tolist", lambda self: even(_EvenCounts.rows, self.shape[-1])),
+        (cpu_kernels, "suits", lambda *_: False),
+        (cpu_kernels, "CHUNK", sys.maxsize),
+        (sums, "WORK_BYTES", sys.maxsize),
+    ]
+    with ExitStack() as opened:
+        for owner, name, value in replaced:
+            opened.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-    finally:
-        exchange.RowPlan, FakeTensor.tolist, cpu_kernels.suits = before  # type: ignore
 
 
 def sampled_places(config: RunConfig) -> list[dict[str, int]]:
