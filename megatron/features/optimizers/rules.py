@@ -232,7 +232,7 @@ class RuledOptimizer(torch.optim.Optimizer):
         groups: groups of ``torch.optim`` with the additional key ``rule``.
         rules: rules by name.
         defaults: default values of groups. If ``peak_lr`` is not None, the weight decay is
-            multiplied by the learning rate divided by ``peak_lr``.
+            multiplied by the groups' ``common_lr`` divided by ``peak_lr``.
 
     Attributes:
         creators: function that creates the states of a tensor, by parameter.
@@ -310,9 +310,9 @@ def joined(groups: Sequence[Group]) -> list[tuple[Group, list[Tensor]]]:
 
 
 def _with_decay_of_rate(group: Group) -> Group:
-    """Return the group with its weight decay multiplied by the learning rate divided by its peak,
-    as in AdamC (Defazio 2025, arXiv:2506.02285)."""
+    """Return the group with its weight decay multiplied by the run's learning rate divided by its
+    peak, as in AdamC (Defazio 2025, arXiv:2506.02285), whatever the group's own rate is."""
     if group.get("peak_lr") is None:
         return group
-    share = group["lr"] / (group["peak_lr"] * group.get("lr_factor", 1.0) or 1.0)
+    share = group["common_lr"] / group["peak_lr"]
     return {**group, "weight_decay": group["weight_decay"] * share}

@@ -28,19 +28,20 @@ def draws(*shape: int, count: int = 6) -> list[torch.Tensor]:
 
 
 def after(rule: UpdateRule, start: torch.Tensor, grads, rates=None, **options) -> nn.Parameter:
-    """The parameter after a step with each gradient, at the rates of the steps."""
+    """The parameter after a step with each gradient, at the rates of the steps. ``factor`` is the
+    parameter's own rate over the run's."""
     param = nn.Parameter(start.clone())
     return continued(rule, param, grads, rates, **options)
 
 
-def continued(rule: UpdateRule, param: nn.Parameter, grads, rates=None, **options):
+def continued(rule: UpdateRule, param: nn.Parameter, grads, rates=None, factor=1.0, **options):
     if not hasattr(param, "shard"):
         param.shard = Shard(tuple(param.shape))  # type: ignore[attr-defined]
     rule.place_of = lambda _: (0, param, 0, param.numel())
     defaults = {"lr": LR, "weight_decay": DECAY, **options}
     optimizer = RuledOptimizer([{"params": [param], "rule": "rule"}], {"rule": rule}, defaults)
     for grad, rate in zip(grads, rates or [LR] * len(grads), strict=True):
-        optimizer.param_groups[0].update(lr=rate, common_lr=rate)
+        optimizer.param_groups[0].update(lr=factor * rate, common_lr=rate)
         param.grad = grad.clone()
         optimizer.step()
     param.optimizer = optimizer  # type: ignore[attr-defined]
@@ -234,16 +235,18 @@ def test_cautious_decay_leaves_weights_that_grow(rule):
     close(after(rule, start, grads, cautious=True), theta)
 
 
-def test_decay_follows_the_rate():
-    """AdamC: decay of a step is multiplied by its learning rate over the peak."""
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_decay_follows_the_rate(factor):
+    """AdamC: decay of a step is multiplied by the run's learning rate over its peak, also where a
+    parameter's own rate is another, such as --decoupled-lr."""
     start, *grads = draws(5, count=4)
     rates = [0.05, 0.1, 0.02]
-    param = after(Adam((BETA1, BETA2), EPS), start, grads, rates, peak_lr=0.1)
+    param = after(Adam((BETA1, BETA2), EPS), start, grads, rates, factor=factor, peak_lr=0.1)
     theta, m, v = start.clone(), 0.0, 0.0
     for t, (g, rate) in enumerate(zip(grads, rates, strict=True), 1):
         m, v = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g * g
         update = m / (1 - BETA1**t) / ((v / (1 - BETA2**t)).sqrt() + EPS)
-        theta = theta - rate * update - rate**2 / 0.1 * DECAY * theta
+        theta = theta - factor * rate * (update + rate / 0.1 * DECAY * theta)
     close(param, theta)
 
 
