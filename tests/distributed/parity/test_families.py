@@ -203,7 +203,7 @@ def test_training_against_plain_torch(pool, family, layout, model):
         f"{noise.losses.max():.1e}), norm drift {drift.norms.max():.1e} ({noise.norms.max():.1e})"
     )
     assert drift.within(noise, expected)
-    assert expected.losses[-1] < expected.losses[0] - 0.1, "the run must learn something"
+    assert min(expected.losses) < 0.97 * expected.losses[0], "the run must learn something"
 
 
 EXPORTED = [
