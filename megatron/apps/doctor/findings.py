@@ -256,19 +256,21 @@ def usual_link(links: Links) -> Link:
 
 def judge_links(links: Links) -> list[NodeFinding]:
     """Return findings about slow links. If all links to or from a node are slow, report the node
-    instead of its links."""
+    instead of its links in both directions: what it sends slowly delays answers to it too."""
     slow = dict.fromkeys(slow_links(links))
-    findings = []
+    findings, reported = [], set()
     for place, word in ((0, "sends"), (1, "receives")):
         for name in dict.fromkeys(pair[place] for pair in slow):
             all_of = {pair for pair in links if pair[place] == name}
             if len(all_of) > 1 and all_of <= slow.keys():
                 for pair in all_of:
                     del slow[pair]
+                reported.add(name)
                 mine = usual_link({pair: links[pair] for pair in all_of})
                 findings.append(_slow(name, mine, usual_link(links), f"{word} "))
     for pair in slow:
-        findings.append(_slow(" -> ".join(pair), links[pair], usual_link(links)))
+        if reported.isdisjoint(pair):
+            findings.append(_slow(" -> ".join(pair), links[pair], usual_link(links)))
     return findings
 
 

@@ -120,6 +120,10 @@ def test_links():
     assert found(links(*of_n2, *to_n2)) == [("n2", "bandwidth", "sends 10.0 MB/s")] + [
         ("n2", "bandwidth", "receives 10.0 MB/s")
     ]
+    answers = ("n3", "n2")  # delayed by what n2 sends
+    assert found(links(*of_n2, answers)) == [("n2", "bandwidth", "sends 10.0 MB/s")]
+    other = ("n3", "n4")
+    assert found(links(*of_n2, other))[1:] == [("n3 -> n4", "bandwidth", "10.0 MB/s")]
 
 
 def test_far_links():
