@@ -1,6 +1,9 @@
 """The flags of tools/evaluate.py, and how requests become texts to score."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,36 @@ from megatron.apps.tasks.harness.config import SEEDS, HarnessConfig
 from megatron.apps.tasks.harness.scoring import TokenRequest, _texts
 from megatron.config import ConfigError
 from megatron.run.run import RunToolParser
+
+PROGRAM = Path(__file__).parents[3] / "tools" / "evaluate.py"
+TASK = """task: sounds
+dataset_path: json
+test_split: test
+dataset_kwargs: {data_files: {test: FOLDER/documents.jsonl}}
+output_type: multiple_choice
+doc_to_text: "{{animal}}"
+doc_to_choice: "{{sounds}}"
+doc_to_target: 0
+metric_list: [{metric: acc}]
+"""
+
+
+def test_the_command_in_a_process_of_its_own(gpt_config, random_gpt, write_checkpoint, tmp_path):
+    """Nothing that other tests have imported is there."""
+    pytest.importorskip("lm_eval", reason="lm-eval is in the extra evaluate")
+    row = {"animal": "A cat", "sounds": [" meows", " barks"]}
+    (tmp_path / "documents.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "sounds.yaml").write_text(TASK.replace("FOLDER", str(tmp_path)))
+    config = gpt_config(vocab_size=512)
+    saved = write_checkpoint(tmp_path / "save", config, random_gpt(config))
+    words = ["--load", saved, "--tokenizer-type", "ByteLevel", "--tasks", "sounds"]
+    words += ["--include-path", tmp_path, "--output", tmp_path / "results.json"]
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert results["sounds"]["acc,none"] in (0.0, 1.0)
 
 
 def config(*words: str) -> HarnessConfig:

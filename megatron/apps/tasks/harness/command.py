@@ -222,11 +222,11 @@ def evaluate(
     """Return lm-eval's results, with all samples if ``with_samples`` or a flag requests them.
     Collective: every rank must call it. Processes with a local rank above 0 get an empty dict, and
     bootstrapped standard errors exist only on the main process."""
-    import lm_eval
+    from lm_eval import evaluator
 
-    lm_eval.evaluator.get_git_commit_hash = _git_hash
+    evaluator.get_git_commit_hash = _git_hash
     python, numpy, torch, fewshot = config.seeds
-    results = lm_eval.simple_evaluate(
+    results = evaluator.simple_evaluate(
         model,
         tasks=list(tasks),
         task_manager=manager,
