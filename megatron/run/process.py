@@ -24,7 +24,7 @@ from megatron.util.errors import (
     one_line,
     outlive_output,
 )
-from megatron.util.processes import is_main_process
+from megatron.util.processes import ends_with_run, is_main_process
 
 
 @contextlib.contextmanager
@@ -39,11 +39,8 @@ def connected(run: Run, *more: Any, watched: bool = True) -> Iterator[Mesh]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_kernels(run.config))
         watching = first_answer(lambda feature: feature.watch(run.config)) if watched else None
-        if watching is None:
-            yield stack.enter_context(distributed(run.config.parallel, facts))
-            return
-        watch = stack.enter_context(watching)
-        yield stack.enter_context(distributed(run.config.parallel, facts, watch.among_ranks))
+        within = stack.enter_context(watching).among_ranks if watching else contextlib.nullcontext
+        yield stack.enter_context(distributed(run.config.parallel, facts, within))
 
 
 @contextlib.contextmanager
@@ -99,6 +96,7 @@ def ending_process() -> Iterator[None]:
     tensors some time after a collective. During finalisation, they could not acquire the GIL and
     would abort the finished process with SIGABRT (torch 2.13)."""
     status: Any = 0
+    ends_with_run.set(True)
     try:
         yield
     except SystemExit as exit:

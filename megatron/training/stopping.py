@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NoReturn, TypeVar
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from megatron.parallel.mesh import first_reason
 from megatron.training.trainer import Callback, Step, Trainer
+from megatron.util.processes import ends_with_run
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +224,8 @@ class StopRequest:
 
     SIGTERM, SIGUSR1 (slurm's ``--signal=USR1@300``), SIGHUP (a closed terminal; not if ``nohup``
     ignores it), and the first SIGINT (Ctrl-C) are recorded. A second SIGINT kills the process. The
-    previous handlers are restored on exit. Python requires the main thread for this context.
+    previous handlers are restored on exit. If the process then ends without an error, only that of
+    SIGINT is: another rank may be told to stop, and tell this one, before this one's signal comes.
 
     Args:
         watch_parent: whether to stop when the process that started this one has ended. DeepSpeed's
@@ -272,10 +275,12 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._record)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        ends = error_type is None and ends_with_run.get()
         for number, handler in self._previous.items():
-            # None is a handler that was not installed from Python. It cannot be restored.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            if not ends or number == signal.SIGINT:
+                # None is a handler that was not installed from Python. It cannot be restored.
+                signal.signal(number, handler or signal.SIG_DFL)
         self._previous.clear()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
@@ -325,18 +330,14 @@ def launcher_chain() -> tuple[int, ...]:
     started. Other parents are not followed, since a shell is above them. A guardian
     (``--inprocess-restart``) is skipped: its parent is the launcher."""
     parent = os.getppid()
-    try:
+    with suppress(OSError, IndexError, ValueError):
         if str(parent) == os.environ.get("MEGATRON_GUARDIAN"):
             parent = _parent_of(parent)
-        command = Path(f"/proc/{parent}/cmdline").read_bytes()
-        if b"deepspeed.launcher.launch" not in command:
-            return (parent,)
-        return (parent, _parent_of(parent))
-    except (OSError, IndexError, ValueError):
-        return (parent,)
+        if b"deepspeed.launcher.launch" in Path(f"/proc/{parent}/cmdline").read_bytes():
+            return (parent, _parent_of(parent))
+    return (parent,)
 
 
 def _parent_of(process: int) -> int:
     # The name, in parentheses, may contain anything. State and parent id follow it.
-    status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return int(status[1])
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])

@@ -6,8 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
+from contextvars import ContextVar
 from pathlib import Path
 
+ends_with_run: ContextVar[bool] = ContextVar("ends_with_run", default=False)
+"""Whether this process ends as soon as its run has ended."""
 _PARENT_DEATH_SIGNAL = 1
 """Value of Linux's ``PR_SET_PDEATHSIG``."""
 
@@ -54,9 +57,7 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Give memory that glibc keeps for later allocations back to the system. After a checkpoint was
     read, this is more than an evaluation needs."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)(0)
 
 
 def core_order(core: int) -> tuple[int, int, int]:

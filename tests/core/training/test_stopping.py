@@ -129,6 +129,27 @@ def test_second_ctrl_c_kills():
         assert process.wait(timeout=10) == -signal.SIGINT
 
 
+SIGNALLED_AFTER_TRAINING = """
+import os, signal
+from contextlib import nullcontext
+from megatron.run.process import ending_process
+from megatron.training.stopping import StopRequest
+with {context}:
+    with StopRequest() as stop:
+        assert stop.requested is None
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "status"), [("ending_process()", 0), ("nullcontext()", -signal.SIGTERM)]
+)
+def test_a_program_that_has_trained_is_not_killed_by_a_late_signal(context, status):
+    """A scheduler signals ranks one after the other, and the first may have told the others."""
+    words = [sys.executable, "-c", SIGNALLED_AFTER_TRAINING.format(context=context)]
+    assert subprocess.run(words, env=ENVIRONMENT, check=False).returncode == status
+
+
 @pytest.mark.parametrize("launcher", sampled([True, False], bool))
 def test_lost_parent_counts_only_under_a_launcher(tmp_path, launcher):
     """The process in the middle starts a worker and is killed as soon as that runs."""

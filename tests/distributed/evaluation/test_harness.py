@@ -149,8 +149,6 @@ def write_documents(folder: Path) -> None:
 
 def by_older_names(folder: Path) -> None:
     """For the pool."""
-    if is_main_process():
-        write_documents(folder)
     own = ours(
         [
             *("--load", str(folder / "hf"), "--include-path", str(folder / "data")),
@@ -175,6 +173,7 @@ def by_older_names(folder: Path) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize("processes", (1, 2))
 def test_lm_evals_tasks_on_files_by_their_older_names(processes, pool, made):
+    pool.run(1, write_documents, made)
     pool.run(processes, by_older_names, made, timeout=900)
 
 

@@ -181,18 +181,17 @@ def _traced(
             if each.tied_key is not None:
                 tied[each.tied_key] = module
             modules.append(module.train())
-            own = 0 if module in modules[:-1] else _elements(module)
-            trace.parameters[each.name] = own
+            own = () if module in modules[:-1] else module.parameters()
+            trace.parameters[each.name] = sum(param.numel() for param in own)
         sum_later(p for module in modules for p in module.parameters())
         sequence = layer_sequence(specs, 0, modules, config.parallel)
         params = {p.untyped_storage()._cdata for m in modules for p in m.parameters()}
         opened.enter_context(operators)
         opened.enter_context(_EvenCounts())
         marks: list[tuple[int, str]] = []
-        for place, (spec_of, step) in enumerate(zip(specs, sequence.steps, strict=False)):
-            if len(sequence.steps) != len(specs):
-                break
-            sequence.steps[place] = step[0], _watched(step[1], spec_of.name, trace, params)
+        if len(sequence.steps) == len(specs):
+            for place, (each, step) in enumerate(zip(specs, sequence.steps, strict=True)):
+                sequence.steps[place] = step[0], _watched(step[1], each.name, trace, params)
         calls = world.calls[mesh.world.rank]
         end = _run(sequence, begin, marks, calls, [each.name for each in specs])
         forward = len(calls)
@@ -251,21 +250,14 @@ def _watched(step: Any, name: str, trace: ProgramTrace, params: set[int]) -> Any
 def _one_of_each_kind(layers: Sequence[LayerSpec], trace: ProgramTrace) -> list[LayerSpec]:
     """Return the first layer of each kind. A kind has the same class, shapes and shards."""
     chosen: dict[Any, LayerSpec] = {}
-    order: list[LayerSpec] = []
     for layer in layers:
         module = layer.build()
         facts = tuple((n, shard_of(p), tuple(p.shape)) for n, p in module.named_parameters())
         forward = getattr(layer.forward, "__qualname__", layer.forward)
         key = type(module), facts, layer.tied_key, forward, layer.block
-        if key not in chosen:
-            chosen[key] = layer
-            order.append(layer)
-        trace.layers.setdefault(chosen[key].name, []).append(layer.name)
-    return order
-
-
-def _elements(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
+        first = chosen.setdefault(key, layer)
+        trace.layers.setdefault(first.name, []).append(layer.name)
+    return list(chosen.values())
 
 
 @contextmanager
@@ -301,8 +293,7 @@ def check_program(run: Run, small: Run) -> dict[str, Any]:
     """Trace a run's program on sampled ranks, trace the small model's, and compare the traces.
     Return counts, and memory next to the planner's estimate. Raises Fault if ranks call different
     collectives, or the small model calls others than the large one."""
-    dtype = training_dtype(run.config)
-    traces = []
+    dtype, traces = training_dtype(run.config), []
     batch = next(batches_of(run_data(run), run.config, Mesh()))
     for at in sampled_places(run.config):
         traces.append(traced(run.config, batch, at, dtype))
