@@ -5,19 +5,17 @@ The reference runs without DeepSpeed and without other ranks.
 """
 
 import json
-from functools import cache
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from against_one_process import difference
 from samples import sampled
-from training_jobs import TINY, gradients
+from training_jobs import TINY
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.engine.environment import distributed
-from megatron.families import spec_of
 from megatron.parallel.layers import Dropout
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
@@ -81,16 +79,8 @@ def flags_of(model, answers):
     return [*FLAGS, *MODELS[model].split(), *more.get(model, [])]
 
 
-@cache
-def reference(*argv):
-    return reference_gradients(list(argv))
-
-
 def check(pool, argv, processes, flags):
-    records = pool.run(processes, gradients, [*argv, *flags])
-    config = parse_run(None, argv).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
-    assert first_difference(records, reference(*argv), layers) is None
+    assert difference(pool, processes, argv, flags) is None
 
 
 CELLS = list(product(LAYOUTS, ("p2p", "a2a", "allgather"), MODELS))

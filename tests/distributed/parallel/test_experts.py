@@ -4,20 +4,17 @@ The reference runs without DeepSpeed and without other ranks; that its layer equ
 experts is tested in tests/features/experts/test_layer.py.
 """
 
-from functools import cache
 from itertools import product
 from unittest import mock
 
 import pytest
 import torch
+from against_one_process import difference, layers_of
 from samples import sampled
-from training_jobs import TINY, gradients
+from training_jobs import TINY
 
 from megatron.apps.parity import gradients as parity
-from megatron.apps.parity.gradients import first_difference, reference_gradients
-from megatron.families import spec_of
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
+from megatron.apps.parity.gradients import first_difference
 
 FLAGS = [
     *TINY, "--num-layers", "4", "--micro-batch-size", "2", "--train-iters", "1",
@@ -93,11 +90,6 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
 CONTEXT_SAMPLE = {("cp2-tp2-sp-etp1", "by-position")}
 
 
@@ -118,11 +110,7 @@ def test_against_one_process(pool, layout, model):
 
 def check(pool, model, processes, flags):
     argv = [*FLAGS, *LLAMA, *model.split(), "--global-batch-size", "16"]
-    expected = reference(*argv)
-    records = pool.run(processes, gradients, [*argv, *flags])
-    config = parse_run(None, argv).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
-    assert first_difference(records, expected, layers) is None
+    assert difference(pool, processes, argv, flags) is None
 
 
 ROPE = "--moe-router-topk 2 --moe-aux-loss-coeff 0.1 --position-embedding-type rope"
@@ -192,8 +180,7 @@ def test_losses_and_biases_with_ranks_without_tokens(pool, layout, bias):
     (expected, losses, biases), *_ = pool.run(1, numbers, argv, BIASES[bias])
     processes, more = LAYOUTS[layout]
     results = pool.run(processes, numbers, [*argv, *more], BIASES[bias])
-    config = parse_run(None, argv).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
+    layers = layers_of(*argv)
     assert first_difference([record for record, _, _ in results], expected, layers) is None
     assert losses.keys() == {"lm loss", "load_balancing_loss", "z_loss"}
     for _, ours, after in results:

@@ -7,13 +7,10 @@ tested in tests/formats/huggingface.
 from functools import cache
 
 import pytest
-from training_jobs import TINY, gradients, train, train_plainly
+from against_one_process import difference
+from training_jobs import TINY, train, train_plainly
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.families import trained_spec
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 FLAGS = [
     *TINY[2:], "--micro-batch-size", "2", "--train-iters", "1", "--hidden-dropout", "0",
@@ -73,11 +70,6 @@ EXPERT_LAYOUTS = {
 }
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
 STEPS = 10
 TRAININGS = {
     "dp2-zero1": (2, ["--zero-stage", "1"]),
@@ -123,8 +115,4 @@ def cells():
 def test_against_one_process(pool, layout, model):
     processes, flags = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     argv = [*FLAGS, *MODELS[model]]
-    expected = reference(*argv)
-    records = pool.run(processes, gradients, [*argv, *flags])
-    config = parse_run(None, argv).config
-    layers = trained_spec(config).layers(TensorParallel())
-    assert first_difference(records, expected, layers) is None
+    assert difference(pool, processes, argv, flags) is None

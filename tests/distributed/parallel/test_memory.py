@@ -11,18 +11,15 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from against_one_process import difference
 from live_bytes import LiveBytes
 from pool import tensor_group
 from samples import sampled
-from training_jobs import TINY, gradients, train
+from training_jobs import TINY, train
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
-from megatron.families import trained_spec
 from megatron.features.context import offload
 from megatron.features.context.partition import DividedInputs
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 FLAGS = [*TINY, "--seq-length", "64", "--train-iters", "3"]
 LAYOUTS = (
@@ -119,12 +116,8 @@ def test_tiles_against_plain_torch(pool, layout, kind):
     layers = max(2, parsed.pipeline * parsed.chunks)
     argv = [*FLAGS, "--num-layers", str(layers), "--train-iters", "1"]
     argv += ["--attention-dropout", "0", "--hidden-dropout", "0"]
-    reference = reference_gradients(argv)
-    run = parse_run(None, argv)
-    specs = trained_spec(run.config).layers(TensorParallel())
     flags = [*flags_for(parsed), "--mlp-chunks-for-training", "3"]
-    records = pool.run(parsed.processes, gradients, [*argv, *flags])
-    assert first_difference(records, reference, specs) is None
+    assert difference(pool, parsed.processes, argv, flags) is None
 
 
 @pytest.mark.proof

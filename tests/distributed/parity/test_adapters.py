@@ -4,15 +4,12 @@ float64, and trainings through the engine, at every ZeRO stage, against plain to
 from functools import cache
 
 import pytest
+from against_one_process import difference, reference
 from samples import sampled
-from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth, gradients, train, train_plainly
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth, train, train_plainly
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.families import trained_spec
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 FLAGS = [*TINY, "--lora", "--lora-rank", "3", "--lora-alpha", "5"]
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
@@ -70,11 +67,6 @@ def flags(layout: str, model: str, kind: str) -> tuple[int, list[str]]:
     return parsed.processes, [*argv, "--global-batch-size", str(samples)]
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
 def cells():
     for layout in (*LAYOUTS, *CONTEXT_LAYOUTS):
         for model in MODELS:
@@ -91,9 +83,7 @@ def test_gradients_against_one_process(pool, layout, model, kind):
     trained = {each.name.rpartition(".")[2] for each in expected.gradients}
     assert trained and all(name.startswith("lora_") for name in trained)
     assert ("magnitude" in " ".join(trained)) == ("dora" in kind)
-    records = pool.run(processes, gradients, [*argv, *flags_for(parse_layout(layout))])
-    layers = trained_spec(parse_run(None, argv).config).layers(TensorParallel())
-    assert first_difference(records, expected, layers) is None
+    assert difference(pool, processes, argv, flags_for(parse_layout(layout))) is None
 
 
 def test_dropout_of_additions_acts():

@@ -6,14 +6,12 @@ import json
 
 import pytest
 import torch
+from against_one_process import layers_of
 from samples import sampled
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth, gradients, train
 
 from megatron.apps.parity.gradients import first_difference
 from megatron.apps.parity.layouts import flags_for, parse_layout
-from megatron.families import trained_spec
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 MODEL = [*TINY, "--micro-batch-size", "2", "--train-iters", "1"]
 MODEL += "--hidden-dropout 0 --attention-dropout 0".split()
@@ -66,8 +64,7 @@ def compared(pool, argv, layout):
     argv = [*argv, "--global-batch-size", str(count)]
     (reference,) = pool.run(1, gradients, argv)
     records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
-    layers = trained_spec(parse_run(None, argv).config).layers(TensorParallel())
-    assert first_difference(records, reference, layers) is None
+    assert first_difference(records, reference, layers_of(*argv)) is None
     return reference
 
 

@@ -4,23 +4,18 @@ of transformers that are trained over ranks and exported again.
 That the layers equal those of `transformers` is tested in tests/formats/huggingface.
 """
 
-from functools import cache
-
 import pytest
 import torch
+from against_one_process import difference
 from safetensors.torch import load_file
 from samples import sampled
-from training_jobs import LAYOUTS, TINY, gradients, train
+from training_jobs import LAYOUTS, TINY, train
 from transformers import AutoModelForCausalLM
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.checkpoint.source import open_checkpoint
-from megatron.families import spec_of
 from megatron.formats.conversion.commands import to_hf
 from megatron.formats.huggingface import architecture_of
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 ROPE = "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"
 LLAMA = f"{ROPE} --normalization RMSNorm".split()
@@ -54,11 +49,6 @@ SAMPLE = {("tp4-sp", "cohere"), ("tp2", "apertus"), ("tp2-sp", "bitnet"), ("pp2"
 """Cells of the normal run; `make proof` has the rest."""
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
 CELLS = [(layout, model) for layout in LAYOUTS for model in MODELS]
 
 
@@ -76,10 +66,7 @@ def check(pool, layout, model):
     argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *model, *NO_DROPOUT]
     batch = 2 * parsed.fewest_micro_batches * parsed.data
     argv += ["--global-batch-size", str(batch), "--train-iters", "1"]
-    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
-    config = parse_run(None, argv).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
-    assert first_difference(records, reference(*argv), layers) is None
+    assert difference(pool, parsed.processes, argv, flags_for(parsed)) is None
 
 
 TRAINED = [(each, model) for each in ("tp2-zero1", "pp2-zero1", "dp2-zero3") for model in MODELS]

@@ -7,14 +7,11 @@ That the layer equals the one of `transformers` is tested in tests/features/recu
 from functools import cache
 
 import pytest
-from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients, train, train_plainly
+from against_one_process import difference
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, train, train_plainly
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.families import spec_of
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 "
@@ -40,11 +37,6 @@ SAMPLE = {("tp2-sp", "documents"), ("cp2-tp2", "documents")}
 """Cells of the normal run; `make proof` has the rest."""
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
 def cells():
     for layout in (*LAYOUTS, *CONTEXT_LAYOUTS):
         for model in MODELS:
@@ -54,27 +46,23 @@ def cells():
             yield pytest.param(layout, model, marks=marks)
 
 
-def difference(pool, layout, model, *more):
+def compared(pool, layout, model, *more):
     parsed = parse_layout(layout)
     batch = 2 * parsed.fewest_micro_batches * parsed.data
     argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *DELTA, *MODELS[model]]
     argv += ["--global-batch-size", str(batch), "--train-iters", "1", *NO_DROPOUT]
-    expected = reference(*argv)
-    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed), *more])
-    config = parse_run(None, argv).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
-    return first_difference(records, expected, layers)
+    return difference(pool, parsed.processes, argv, [*flags_for(parsed), *more])
 
 
 @pytest.mark.parametrize(("layout", "model"), list(cells()))
 def test_gradients_against_one_process(pool, layout, model):
-    assert difference(pool, layout, model) is None
+    assert compared(pool, layout, model) is None
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("layout", ["dp2", "tp2-sp-dp2", "pp2-dp2", "cp2-dp2"])
 def test_experts_over_ranks_against_one_process(pool, layout):
-    assert difference(pool, layout, "next", "--expert-model-parallel-size", "2") is None
+    assert compared(pool, layout, "next", "--expert-model-parallel-size", "2") is None
 
 
 STEPS = 8

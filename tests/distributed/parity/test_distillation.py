@@ -1,14 +1,11 @@
 """A student with its teacher in every layout against one process, in float64."""
 
 import pytest
+from against_one_process import difference, reference
 from samples import sampled
-from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients, train
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, train
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
-from megatron.families import trained_spec
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 LLAMA = (
@@ -31,15 +28,6 @@ def teacher(tmp_path_factory, pool):
     return str(folder)
 
 
-_references = {}
-
-
-def reference(argv):
-    if tuple(argv) not in _references:
-        _references[tuple(argv)] = reference_gradients(argv)
-    return _references[tuple(argv)]
-
-
 @pytest.mark.parametrize("data", sampled(["plain", "documents"], lambda name: name == "documents"))
 @pytest.mark.parametrize(
     "layout",
@@ -51,13 +39,10 @@ def test_against_one_process(pool, teacher, layout, data):
     argv = [*STUDENT, "--global-batch-size", str(count), *TERMS, "--load-teacher", teacher]
     if data == "documents":
         argv += "--reset-position-ids --reset-attention-mask --eod-mask-loss".split()
-    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
-    config = parse_run(None, argv).config
-    layers = trained_spec(config).layers(TensorParallel())
-    assert first_difference(records, reference(argv), layers) is None
+    assert difference(pool, parsed.processes, argv, flags_for(parsed)) is None
 
 
 def test_the_teacher_acts(teacher):
     argv = [*STUDENT, "--load-teacher", teacher]
-    taught, alone = reference([*argv, *TERMS]), reference([*argv, "--kd", "--kd-beta-ce", "0"])
+    taught, alone = reference(*argv, *TERMS), reference(*argv, "--kd", "--kd-beta-ce", "0")
     assert abs(taught.loss - alone.loss) > 1e-2

@@ -12,19 +12,17 @@ import labelled_texts
 import pytest
 import torch
 import training_jobs
+from against_one_process import layers_of, reference
 from family_models import ENCODER_DROPOUT, FAMILIES, MODELS, NO_DROPOUT, blocks, flags, split_ranks
 from samples import sampled
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, train_plainly
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
+from megatron.apps.parity.gradients import first_difference
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
 from megatron.checkpoint.source import open_checkpoint
-from megatron.families import spec_of
 from megatron.formats.conversion.commands import to_hf
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +65,6 @@ SAMPLE = {
 
 DIVIDED_OTHERWISE = ("partition", "uneven")
 """Models of T5 whose decoder cannot start at each rank, or starts where another flag says."""
-
-
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
-@cache
-def layers_of(*argv: str):
-    config = parse_run(None, argv).config
-    return spec_of(config.model, config.parallel).layers(TensorParallel())
 
 
 def largest(records, expected) -> float:

@@ -4,17 +4,13 @@ The reference runs without DeepSpeed: a loop over the same micro batches. Each c
 parameter on each rank must have the reference's gradient, to 1e-12 of its size.
 """
 
-from functools import cache
 from itertools import cycle
 
 import pytest
-from training_jobs import LAYOUTS, TINY, depth, gradients
+from against_one_process import difference, reference
+from training_jobs import LAYOUTS, TINY, depth
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
-from megatron.families import spec_of
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 FLAGS = [*TINY, "--micro-batch-size", "2", "--train-iters", "1"]
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
@@ -92,19 +88,10 @@ def flags(layout: str, model: str, times: int) -> tuple[int, list[str]]:
     return parsed.processes, argv + ([] if model == "dropout" else NO_DROPOUT)
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
-def difference(pool, layout: str, model: str, times: int):
+def compared(pool, layout: str, model: str, times: int):
     """What differs between a layout and one process."""
     processes, argv = flags(layout, model, times)
-    expected = reference(*argv)
-    records = pool.run(processes, gradients, [*argv, *flags_for(parse_layout(layout))])
-    config = parse_run(None, argv).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
-    return first_difference(records, expected, layers)
+    return difference(pool, processes, argv, flags_for(parse_layout(layout)))
 
 
 TOGETHER = {
@@ -151,7 +138,7 @@ def cells():
 
 @pytest.mark.parametrize(("layout", "model", "times"), list(cells()))
 def test_against_one_process(pool, layout, model, times):
-    assert difference(pool, layout, model, times) is None
+    assert compared(pool, layout, model, times) is None
 
 
 def test_dropout_acts():

@@ -7,14 +7,11 @@ That the layer equals the one of `transformers` is tested in tests/features/late
 from functools import cache
 
 import pytest
-from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients, train, train_plainly
+from against_one_process import difference
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, train, train_plainly
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.families import spec_of
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
@@ -42,11 +39,6 @@ SAMPLE = {("tp2-sp", "documents"), ("cp2-a2a", "direct")}
 """Cells of the normal run; `make proof` has the rest."""
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
 def cells():
     for layout in (*LAYOUTS, *CONTEXT_LAYOUTS):
         for model in MODELS:
@@ -62,11 +54,7 @@ def test_gradients_against_one_process(pool, layout, model):
     batch = 2 * parsed.fewest_micro_batches * parsed.data
     argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *LATENT, *MODELS[model]]
     argv += ["--global-batch-size", str(batch), "--train-iters", "1", *NO_DROPOUT]
-    expected = reference(*argv)
-    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed)])
-    config = parse_run(None, argv).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
-    assert first_difference(records, expected, layers) is None
+    assert difference(pool, parsed.processes, argv, flags_for(parsed)) is None
 
 
 EP2 = "--expert-model-parallel-size 2".split()
@@ -79,10 +67,7 @@ def test_experts_over_ranks_against_one_process(pool, layout):
     batch = 2 * parsed.fewest_micro_batches * parsed.data
     argv = [*TINY, "--num-layers", "8", "--micro-batch-size", "2", *LATENT, *RANKED, *EXPERTS]
     argv += ["--global-batch-size", str(batch), "--train-iters", "1", *NO_DROPOUT]
-    records = pool.run(parsed.processes, gradients, [*argv, *flags_for(parsed), *EP2])
-    config = parse_run(None, argv).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
-    assert first_difference(records, reference(*argv), layers) is None
+    assert difference(pool, parsed.processes, argv, [*flags_for(parsed), *EP2]) is None
 
 
 STEPS = 8

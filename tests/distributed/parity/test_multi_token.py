@@ -1,16 +1,11 @@
 """Multi-token prediction: loss and every gradient of every layout against one process, in float64,
 as test_gradients.py has it for the model without."""
 
-from functools import cache
-
 import pytest
-from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, gradients
+from against_one_process import difference
+from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
-from megatron.families import spec_of
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 FLAGS = [
     *TINY, "--micro-batch-size", "2", "--train-iters", "1",
@@ -87,11 +82,6 @@ def batch(name: str) -> int:
     )
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
 def cells():
     for layout in ALL:
         for model in MODELS:
@@ -107,7 +97,4 @@ def test_gradients_against_one_process(pool, layout, model):
     argv = [*FLAGS, *MODELS[model], "--num-layers", layers]
     argv += ["--global-batch-size", str(batch(layout))]
     processes, flags = layout_of(layout)
-    records = pool.run(processes, gradients, [*argv, *flags])
-    config = parse_run(None, argv).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
-    assert first_difference(records, reference(*argv), layers) is None
+    assert difference(pool, processes, argv, flags) is None

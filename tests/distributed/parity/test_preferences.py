@@ -6,16 +6,13 @@ from functools import cache
 import drawn_preferences
 import pytest
 import training_jobs
+from against_one_process import difference, reference
 from family_models import FAMILIES, NO_DROPOUT, blocks
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth, train_plainly
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.families import trained_spec
 from megatron.features.preference.flags import PREFERENCES
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +75,6 @@ def flags(layout, model, preference):
     return parsed.processes, [*argv, *NO_DROPOUT]
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
 def cells():
     for layout in (*LAYOUTS, *CONTEXT_LAYOUTS):
         for model in MODELS:
@@ -101,9 +93,7 @@ def test_gradients_against_one_process(pool, layout, model, preference):
     unmoved = {each.name for each in expected.gradients if not each.values.any()}
     # It adds the same number to the rewards of all texts.
     assert unmoved <= ({"final_norm.norm.bias"} if preference == "reward" else set())
-    records = pool.run(processes, gradients, [*argv, *flags_for(parse_layout(layout))])
-    layers = trained_spec(parse_run(None, argv).config).layers(TensorParallel())
-    assert first_difference(records, expected, layers) is None
+    assert difference(pool, processes, argv, flags_for(parse_layout(layout)), gradients) is None
 
 
 STEPS = 6

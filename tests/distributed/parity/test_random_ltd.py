@@ -2,20 +2,16 @@
 whole trainings, and resumes bit for bit."""
 
 import json
-from functools import cache
 
 import numpy as np
 import pytest
+from against_one_process import difference
 from graph_counts import graphs_alone
 from samples import sampled
-from training_jobs import LAYOUTS, TINY, gradients, train, train_plainly
+from training_jobs import LAYOUTS, TINY, train, train_plainly
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise
-from megatron.families import trained_spec
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 LLAMA = (
     "--swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear "
@@ -79,11 +75,6 @@ def depth(name):
     return 4 if name in EXPERT else max(4, parse_layout(name).pipeline * parse_layout(name).chunks)
 
 
-@cache
-def reference(*argv):
-    return reference_gradients(list(argv))
-
-
 def cells():
     for layout in (*LAYOUTS, *EXPERT):
         for model in MODELS:
@@ -100,10 +91,7 @@ def test_gradients_against_one_process(pool, layout, model):
     argv += ["--num-layers", str(layers), "--global-batch-size", str(batch)]
     argv += [*dropping(layers, range(1, layers - 1), kind=kind)]
     argv += NO_DROPOUT if model != "dropout" else []
-    expected = reference(*argv)
-    records = pool.run(processes, gradients, [*argv, *flags])
-    specs = trained_spec(parse_run(None, argv).config).layers(TensorParallel())
-    assert first_difference(records, expected, specs) is None
+    assert difference(pool, processes, argv, flags) is None
 
 
 FLAGS = [*TINY, *LLAMA, *DOCUMENTS, *NO_DROPOUT, *"--num-layers 4 --train-iters 8".split()]

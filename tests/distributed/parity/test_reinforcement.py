@@ -1,21 +1,17 @@
 """Losses of reinforcement learning on given texts: every gradient of every layout against one
 process, in float64."""
 
-from functools import cache
-
 import drawn_episodes
 import pytest
 import torch
 import training_jobs
+from against_one_process import difference, reference
 from family_models import NO_DROPOUT
 from training_jobs import CONTEXT_LAYOUTS, LAYOUTS, TINY, depth
 
-from megatron.apps.parity.gradients import INIT, first_difference, reference_gradients
+from megatron.apps.parity.gradients import INIT
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import PlainTraining
-from megatron.families import trained_spec
-from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.run.run import parse_run
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +72,6 @@ def flags(layout, model, algorithm, teacher=""):
     return parsed.processes, [*argv, *NO_DROPOUT]
 
 
-@cache
-def reference(*argv: str):
-    return reference_gradients(list(argv))
-
-
 def cells():
     for layout in (*LAYOUTS, *CONTEXT_LAYOUTS):
         for model in MODELS:
@@ -95,9 +86,7 @@ def test_gradients_against_one_process(pool, request, layout, model, algorithm):
     processes, argv = flags(layout, model, algorithm, teacher)
     expected = reference(*argv)
     assert all(each.values.any() for each in expected.gradients)
-    records = pool.run(processes, gradients, [*argv, *flags_for(parse_layout(layout))])
-    layers = trained_spec(parse_run(None, argv).config).layers(TensorParallel())
-    assert first_difference(records, expected, layers) is None
+    assert difference(pool, processes, argv, flags_for(parse_layout(layout)), gradients) is None
 
 
 @pytest.mark.parametrize("algorithm", ["ppo-lora", pytest.param("ppo", marks=pytest.mark.proof)])

@@ -11,19 +11,17 @@ import added_families
 import numpy as np
 import pytest
 import training_jobs
+from against_one_process import difference
 from samples import sampled
 from training_jobs import TINY
 
-from megatron.apps.parity.gradients import first_difference, reference_gradients
 from megatron.apps.parity.layouts import flags_for, parse_layout
 from megatron.apps.parity.runs import Drift, rounding_noise, train_plainly
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
 from megatron.engine.environment import distributed
-from megatron.families import spec_of
 from megatron.features.evaluation.checkpoints import measure_samples
 from megatron.model.spec import Measure
-from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 from megatron.training.build import build_trainer
 
@@ -83,11 +81,6 @@ def of_samples(state, batch):
     return {"largest": largest_B2, "both": largest_B2.sum(1, keepdim=True).expand(-1, 2)}
 
 
-@cache
-def reference():
-    return reference_gradients(FLAGS)
-
-
 @pytest.mark.parametrize(
     "layout",
     sampled(
@@ -97,10 +90,7 @@ def reference():
 )
 def test_gradients_against_one_process(pool, layout):
     parsed = parse_layout(layout)
-    records = pool.run(parsed.processes, gradients, [*FLAGS, *flags_for(parsed)])
-    config = parse_run(None, FLAGS).config
-    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
-    assert first_difference(records, reference(), layers) is None
+    assert difference(pool, parsed.processes, FLAGS, flags_for(parsed), gradients) is None
 
 
 @cache
