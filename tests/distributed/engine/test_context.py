@@ -2,14 +2,13 @@
 precision."""
 
 import json
-from functools import cache
 
 import numpy as np
 import pytest
+from against_one_process import check_training
 from training_jobs import TINY, train, train_plainly
 
 from megatron.apps.parity.layouts import flags_for, parse_layout
-from megatron.apps.parity.runs import Drift, rounding_noise
 
 LLAMA = (
     "--num-layers 4 --swiglu --position-embedding-type rope --normalization RMSNorm "
@@ -22,12 +21,8 @@ DROPOUT = {
 }
 
 
-@cache
-def plain(dropout, steps):
-    """Flags, the reference, and how far rounding drives plain runs apart."""
-    flags = [*FLAGS, *DROPOUT[dropout], "--train-iters", str(steps)]
-    reference = train_plainly(flags)
-    return flags, reference, rounding_noise(flags, reference)
+def training(dropout, steps):
+    return [*FLAGS, *DROPOUT[dropout], "--train-iters", str(steps)]
 
 
 LAYOUTS = [
@@ -44,12 +39,7 @@ LAYOUTS = [
 def test_float32_as_plain_torch(pool, layout):
     """Hidden dropout is on where masks equal those of one process."""
     parsed = parse_layout(layout)
-    flags, reference, noise = plain(parsed.dropout, 12)
-    records = pool.run(parsed.processes, train, [*flags, *flags_for(parsed)], timeout=300)
-    drift = Drift.between(records, reference)
-    print(f"{layout}: loss {drift.losses.max():.1e}, norm {drift.norms.max():.1e}")
-    assert drift.within(noise, reference)
-    assert reference.losses[-1] < reference.losses[0] - 0.1, "the run must learn something"
+    check_training(pool, parsed.processes, training(parsed.dropout, 12), flags_for(parsed))
 
 
 HALVES = [
@@ -62,7 +52,8 @@ HALVES = [
 @pytest.mark.parametrize("layout", HALVES)
 def test_half_precision_follows_float32(pool, layout):
     parsed = parse_layout(layout)
-    flags, reference, _ = plain(parsed.dropout, 4)
+    flags = training(parsed.dropout, 4)
+    reference = train_plainly(flags)
     scale = ["--initial-loss-scale", "4096"]
     record = pool.run(parsed.processes, train, [*flags, *flags_for(parsed), *scale], timeout=300)[0]
     assert not any(record.skipped)
@@ -77,6 +68,4 @@ def test_offloaded_states(pool, stage, tmp_path):
     """With DeepSpeed's key of the same meaning, whose default is a2a."""
     path, zero = tmp_path / "ds.json", {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     path.write_text(json.dumps({"zero_optimization": zero, "sequence_parallel_size": 2}))
-    flags, reference, noise = plain("hidden", 12)
-    records = pool.run(2, train, [*flags, "--deepspeed_config", str(path)], timeout=300)
-    assert Drift.between(records, reference).within(noise, reference)
+    check_training(pool, 2, training("hidden", 12), ["--deepspeed_config", str(path)])

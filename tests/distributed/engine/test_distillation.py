@@ -7,12 +7,12 @@ import io
 import numpy as np
 import pytest
 import torch
+from against_one_process import check_training
 from family_models import FAMILIES
 from samples import sampled
 from training_jobs import TINY, train, train_plainly
 
 from megatron.apps.parity.layouts import flags_for, parse_layout
-from megatron.apps.parity.runs import Drift, rounding_noise
 from megatron.checkpoint.source import open_checkpoint
 from megatron.engine.environment import distributed
 from megatron.run.run import parse_run
@@ -54,11 +54,7 @@ def test_trains_as_plain_torch_does(pool, teacher, layout):
     parsed = parse_layout(layout)
     layers = str(max(2, parsed.pipeline * parsed.chunks))
     flags = [*STUDENT, "--num-layers", layers, *DROPOUT[parsed.dropout], *teacher]
-    reference = train_plainly(flags)
-    record = pool.run(parsed.processes, train, [*flags, *flags_for(parsed)])[0]
-    noise = rounding_noise(flags, reference)
-    assert Drift.between([record], reference).within(noise, reference)
-    assert np.ptp(reference.losses) > 0.05, "the weights must change"
+    check_training(pool, parsed.processes, flags, flags_for(parsed))
 
 
 CASES = {

@@ -5,13 +5,12 @@ import json
 
 import numpy as np
 import pytest
-from against_one_process import difference
+from against_one_process import check_training, difference
 from graph_counts import graphs_alone
 from samples import sampled
-from training_jobs import LAYOUTS, TINY, train, train_plainly
+from training_jobs import LAYOUTS, TINY, train
 
 from megatron.apps.parity.layouts import flags_for, parse_layout
-from megatron.apps.parity.runs import Drift, rounding_noise
 
 LLAMA = (
     "--swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear "
@@ -117,10 +116,8 @@ def test_trainings_against_plain_torch(pool, layout, curriculum):
     """While both lengths grow, at every ZeRO stage."""
     flags = [*FLAGS, *dropping()]
     flags += ["--curriculum-learning", json.dumps(LENGTHS)] * curriculum
-    expected = train_plainly(flags)
     size, more = RUNS[layout]
-    records = pool.run(size, train, [*flags, *more.split()])
-    assert Drift.between(records, expected).within(rounding_noise(flags, expected), expected)
+    check_training(pool, size, flags, more.split())
 
 
 CASES = {

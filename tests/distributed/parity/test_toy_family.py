@@ -4,19 +4,17 @@ An encoder with padding whose output travels between stages, an auxiliary loss o
 that attends to it: two files of its own, and no other knows of it.
 """
 
-from functools import cache
 from pathlib import Path
 
 import added_families
 import numpy as np
 import pytest
 import training_jobs
-from against_one_process import difference
+from against_one_process import check_training, difference
 from samples import sampled
 from training_jobs import TINY
 
 from megatron.apps.parity.layouts import flags_for, parse_layout
-from megatron.apps.parity.runs import Drift, rounding_noise, train_plainly
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import open_checkpoint
 from megatron.engine.environment import distributed
@@ -93,12 +91,6 @@ def test_gradients_against_one_process(pool, layout):
     assert difference(pool, parsed.processes, FLAGS, flags_for(parsed), gradients) is None
 
 
-@cache
-def plain():
-    reference = train_plainly(FLAGS)
-    return reference, rounding_noise(FLAGS, reference)
-
-
 @pytest.mark.parametrize(
     "layout",
     sampled(
@@ -108,9 +100,7 @@ def plain():
 )
 def test_training_through_deepspeed_against_plain_torch(pool, layout):
     parsed = parse_layout(layout)
-    record = pool.run(parsed.processes, train, [*FLAGS, *flags_for(parsed)])[0]
-    expected, noise = plain()
-    assert Drift.between([record], expected).within(noise, expected)
+    check_training(pool, parsed.processes, FLAGS, flags_for(parsed), train, learns=False)
 
 
 def test_a_whole_data_set_counts_every_sample_once(pool):
