@@ -101,6 +101,8 @@ def ending_process() -> Iterator[None]:
         yield
     except SystemExit as exit:
         status = exit.code
+    finally:
+        ends_with_run.set(False)
     if not isinstance(status, int | None):
         print(status, file=sys.stderr)
         status = 1

@@ -271,8 +271,7 @@ class StopRequest:
         return None
 
     def __enter__(self) -> StopRequest:
-        for number in stop_signals():
-            self._previous[number] = signal.signal(number, self._record)
+        self._previous = {each: signal.signal(each, self._record) for each in stop_signals()}
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
@@ -281,7 +280,6 @@ class StopRequest:
             if not ends or number == signal.SIGINT:
                 # None is a handler that was not installed from Python. It cannot be restored.
                 signal.signal(number, handler or signal.SIG_DFL)
-        self._previous.clear()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or signal.Signals(number).name
