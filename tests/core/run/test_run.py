@@ -14,7 +14,9 @@ from megatron.apps.corpus.indexed_writer import IndexedDatasetWriter
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Vocabulary
 from megatron.families import family_names, family_of
 from megatron.features.tokenizers.train import train_byte_level_bpe
+from megatron.run.process import ending_process
 from megatron.run.run import parse_run, run_data, run_of
+from megatron.util.processes import ends_with_run
 
 PROGRAM = """
 import atexit, json, os, sys, tempfile
@@ -49,6 +51,13 @@ ENDS = {
     "sys.exit('wrong')": (1, "wrong\n"),
 }
 ERROR = "raise KeyError('x')"
+
+
+def test_a_process_that_an_error_keeps_alive_does_not_end_with_its_run():
+    with pytest.raises(KeyError), ending_process():
+        assert ends_with_run.get()
+        raise KeyError
+    assert not ends_with_run.get()
 
 
 @pytest.fixture(scope="module")
