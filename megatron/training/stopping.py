@@ -224,8 +224,8 @@ class StopRequest:
 
     SIGTERM, SIGUSR1 (slurm's ``--signal=USR1@300``), SIGHUP (a closed terminal; not if ``nohup``
     ignores it), and the first SIGINT (Ctrl-C) are recorded. A second SIGINT kills the process. The
-    previous handlers are restored on exit. If the process then ends without an error, only that of
-    SIGINT is: another rank may be told to stop, and tell this one, before this one's signal comes.
+    previous handlers are restored on exit. If the process then ends without an error, only SIGINT's
+    is: another rank may be told to stop, and tell this one, before this one's signal comes.
 
     Args:
         watch_parent: whether to stop when the process that started this one has ended. DeepSpeed's

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 ends_with_run: ContextVar[bool] = ContextVar("ends_with_run", default=False)
-"""Whether this process ends as soon as its run has ended."""
+"""True if this process ends as soon as its run has ended."""
 _PARENT_DEATH_SIGNAL = 1
 """Value of Linux's ``PR_SET_PDEATHSIG``."""
 

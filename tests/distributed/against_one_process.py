@@ -38,7 +38,7 @@ def difference(
     layout: Sequence[str],
     job: Callable[[list[str]], GradientRecord] = gradients,
 ) -> Difference | None:
-    """What first differs if ``size`` processes take the step with the flags of a layout."""
+    """Return the first difference of a step on ``size`` processes with the flags of a layout."""
     records = pool.run(size, job, [*argv, *layout])
     return first_difference(records, reference(*argv), layers_of(*argv))
 
@@ -56,19 +56,19 @@ def check_training(
     argv: Sequence[str],
     layout: Sequence[str],
     job: Callable[[list[str]], RunRecord] = train,
-    learns: bool = True,
+    fall: float | None = 0.1,
 ) -> list[RunRecord]:
-    """Train on ``size`` processes with the flags of a layout, no further from plain torch than
-    rounding explains (docs/guides/parity.md). The records of the ranks. Of drawn data a model
-    ``learns`` nothing."""
+    """Train on ``size`` processes with the flags of a layout, and return the ranks' records.
+    Rounding must explain every rank's distance from plain torch (docs/guides/parity.md), and the
+    loss must fall by ``fall``, unless that is None."""
     alone, noise = trained_alone(*argv)
     records = pool.run(size, job, [*argv, *layout], timeout=300)
-    drift = Drift.between(records[:1], alone)
+    drift = Drift.between(records, alone)
     print(
         f"loss drift {drift.losses.max():.1e} (noise {noise.losses.max():.1e}), "
         f"norm drift {drift.norms.max():.1e} (noise {noise.norms.max():.1e})"
     )
     assert drift.within(noise, alone)
-    if learns:
-        assert min(alone.losses) < 0.996 * alone.losses[0], "the run must learn something"
+    if fall is not None:
+        assert alone.losses[-1] < alone.losses[0] - fall, "the run must learn something"
     return records

@@ -14,8 +14,7 @@ FLAGS = [*TINY, *SHAPE, "--train-iters", "1"]
 
 
 def growth(argv):
-    """Bytes of tensors that exist at once while an engine is built, and those of the whole model's
-    weights."""
+    """Bytes of tensors that exist at once while an engine is built, and of all weights."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         spec = spec_of(run.config.model, run.config.parallel)

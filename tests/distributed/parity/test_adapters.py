@@ -111,6 +111,6 @@ def test_training_against_plain_torch(pool, cell):
     layout, _, kind = cell.rpartition("-")
     parsed = parse_layout(layout)
     argv = training(kind, max(2, parsed.pipeline * parsed.chunks))
-    records = check_training(pool, parsed.processes, argv, flags_for(parsed))
+    records = check_training(pool, parsed.processes, argv, flags_for(parsed), fall=0.02)
     owned = {key.partition("/")[0] for record in records for key in record.state}
     assert owned and all(".lora_" in name for name in owned), "frozen parameters have no state"

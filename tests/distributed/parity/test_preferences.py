@@ -121,4 +121,4 @@ def test_training_against_plain_torch(pool, layout, stage, preference):
     parsed = parse_layout(layout)
     argv = training(preference, max(2, parsed.pipeline * parsed.chunks))
     flags = [*flags_for(parsed), "--zero-stage", str(stage)]
-    check_training(pool, parsed.processes, argv, flags, train)
+    check_training(pool, parsed.processes, argv, flags, train, 0.0)

@@ -100,7 +100,7 @@ def test_gradients_against_one_process(pool, layout):
 )
 def test_training_through_deepspeed_against_plain_torch(pool, layout):
     parsed = parse_layout(layout)
-    check_training(pool, parsed.processes, FLAGS, flags_for(parsed), train, learns=False)
+    check_training(pool, parsed.processes, FLAGS, flags_for(parsed), train, None)
 
 
 def test_a_whole_data_set_counts_every_sample_once(pool):
