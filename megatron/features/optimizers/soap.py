@@ -1,6 +1,7 @@
 """SOAP (Vyas et al. 2024, arXiv:2409.11321): Adam in the eigenbases of Shampoo's factors. The rank
-to which a whole matrix is assigned keeps the factors and Adam's moments. As in Megatron-LM, a step
-uses the bases that it has just updated.
+to which a whole matrix is assigned keeps the factors and Adam's moments. As in the publication, the
+first gradient only sets the bases: a moment of what is diagonal in them is 0 elsewhere. As in
+Megatron-LM, a step uses the bases that it has just updated.
 
 Shapes: M rows, N columns of a matrix; E experts of a rank. Factors are [M, M] and [N, N].
 """
@@ -28,8 +29,7 @@ class SoapSettings:
     Attributes:
         factor_beta: decay rate of the factors.
         every: number of updates between changes of the bases.
-        kl: True to exclude from each factor what the other one explains (Lin et al. 2025,
-            arXiv:2509.03378).
+        kl: True to leave out of each factor what the other explains (arXiv:2509.03378).
     """
 
     betas: tuple[float, float]
@@ -63,10 +63,9 @@ class Soap(WholeRule):
         states = {name: torch.zeros_like(values) for name in ("exp_avg", "exp_avg_sq")}
         *experts, rows, columns = values.shape
         for side, size in zip(_SIDES, (rows, columns), strict=True):
-            square = values.new_zeros((*experts, size, size))
-            states |= {side: square, f"{side}_basis": square.clone()}
-            states[f"{side}_basis"].diagonal(dim1=-2, dim2=-1).fill_(1.0)
-            states[f"{side}_values"] = values.new_ones((*experts, size))
+            ones = values.new_ones((*experts, size))
+            eye = torch.diag_embed(ones)
+            states |= {side: torch.zeros_like(eye), f"{side}_basis": eye, f"{side}_values": ones}
         return states
 
     def updates(self, matrices: Sequence[Matrix]) -> list[Tensor]:
@@ -74,20 +73,21 @@ class Soap(WholeRule):
         return [self._update(each.values, each.states, each.number) for each in matrices]
 
     def _update(self, grad: Tensor, states: dict[str, Tensor], count: float) -> Tensor:
-        settings, (beta1, beta2) = self._settings, self._settings.betas
-        beta = settings.factor_beta
+        (beta1, beta2), beta = self._settings.betas, self._settings.factor_beta
         weight = (1 - beta) / (1 - beta**count)  # with bias correction
         factors = self._factor(grad, states, "right"), self._factor(grad.mT, states, "left")
         for side, factor in zip(_SIDES, factors, strict=True):
             states[side].lerp_(factor, weight)
-        if count == 1 or count % settings.every == 0:
+        if count == 1 or count % self._settings.every == 0:
             self._turn(states, count == 1)
+        if count == 1:
+            return torch.zeros_like(grad)
         left, right = states["left_basis"], states["right_basis"]
         turned = left.mT @ grad @ right
         mean = states["exp_avg"].lerp_(turned, 1 - beta1)
         squares = states["exp_avg_sq"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
-        update = (mean / (1 - beta1**count)).div_(rooted(squares, beta2, count, settings.eps))
-        return left @ update @ right.mT
+        scale = rooted(squares, beta2, count - 1, self._settings.eps)
+        return left @ (mean / (1 - beta1 ** (count - 1))).div_(scale) @ right.mT
 
     def _factor(self, x_MN: Tensor, states: dict[str, Tensor], other: str) -> Tensor:
         """Compute X X^T or, with ``kl``, X F^-1 X^T / N with the factor F of the side ``other``."""
@@ -112,8 +112,7 @@ class Soap(WholeRule):
                 order = (basis * turned).sum(-2).argsort(dim=-1, descending=True, stable=True)
                 basis = torch.linalg.qr(turned.take_along_dim(order[..., None, :], -1))[0]
                 places = order[..., :, None] if dim == -2 else order[..., None, :]
-                squares = states["exp_avg_sq"]
-                states["exp_avg_sq"] = squares.take_along_dim(places, dim)
+                states["exp_avg_sq"] = states["exp_avg_sq"].take_along_dim(places, dim)
             states[f"{side}_basis"] = basis = basis.contiguous()  # strides affect rounding
             states[f"{side}_values"] = (basis * (factor @ basis)).sum(-2)
         states["exp_avg"] = states["left_basis"].mT @ mean @ states["right_basis"]

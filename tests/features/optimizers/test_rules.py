@@ -189,23 +189,38 @@ def soap(w: torch.Tensor, grads: list[torch.Tensor], kl: bool) -> torch.Tensor:
                     bases[side] = torch.linalg.qr((sides[side] @ bases[side])[:, order])[0]
                 values[side] = torch.diag(bases[side].T @ sides[side] @ bases[side])
             m = bases[0].T @ back @ bases[1]
+        w = w * (1 - LR * DECAY)
+        if t == 1:
+            continue
         turned = bases[0].T @ g @ bases[1]
         m, v = BETA1 * m + (1 - BETA1) * turned, BETA2 * v + (1 - BETA2) * turned**2
-        update = m / (1 - BETA1**t) / ((v / (1 - BETA2**t)).sqrt() + SOAP_EPS)
-        w = w * (1 - LR * DECAY) - LR * bases[0] @ update @ bases[1].T
+        update = m / (1 - BETA1 ** (t - 1)) / ((v / (1 - BETA2 ** (t - 1))).sqrt() + SOAP_EPS)
+        w = w - LR * bases[0] @ update @ bases[1].T
     return w
 
 
-def test_soap_whitens_the_first_update():
-    """At the first step Adam's update is the sign in the eigenbases: an orthogonal matrix."""
-    start, grad = draws(4, 4, count=2)
-    rule = Soap(
-        SoapSettings((BETA1, BETA2), 1e-10, 0.95, 10, False),
-        {}, lambda _: in_order((4,)), Mesh(),
-    )  # fmt: skip
-    states = rule.create_whole(start)
-    update = rule._update(grad, states, 1.0)
-    torch.testing.assert_close(update @ update.T, torch.eye(4).double(), rtol=0, atol=1e-4)
+def test_soap_whitens_a_gradient_that_comes_again():
+    """The first gradient sets the bases, in which it is diagonal: Adam's update is its sign."""
+    (grad,) = draws(4, 4, count=1)
+    first, second = updates(SoapSettings((BETA1, BETA2), 1e-10, 0.95, 10, False), [grad, grad])
+    assert not first.any()
+    torch.testing.assert_close(second @ second.T, torch.eye(4).double(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kl", [False, True], ids=["soap", "kl"])
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+def test_updates_of_soap_keep_their_size(every, kl):
+    """Adam's elements are at most about 1 in size, however often the bases change."""
+    mean, *noise = draws(16, 16, count=12)
+    settings = SoapSettings((BETA1, BETA2), 1e-10, 0.95, every, kl)
+    for update in updates(settings, [mean + each for each in noise]):
+        assert update.square().mean().sqrt() < 2
+
+
+def updates(settings: SoapSettings, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    rule = Soap(settings, {}, lambda _: in_order(grads[0].shape[:1]), Mesh())
+    states = rule.create_whole(grads[0])
+    return [rule._update(grad, states, float(count)) for count, grad in enumerate(grads, 1)]
 
 
 def test_soap_of_rows_without_gradient_is_finite():
@@ -217,7 +232,8 @@ def test_soap_of_rows_without_gradient_is_finite():
         grad = torch.randn(128, 32, generator=drawn) * 1e-4
         grad[torch.rand(128, generator=drawn) < 0.45] = 0
         states = rule.create_whole(grad)
-        assert rule._update(grad, states, 1.0).isfinite().all()
+        for count in (1.0, 2.0):
+            assert rule._update(grad, states, count).isfinite().all()
         assert all(state.is_contiguous() for state in states.values())
 
 
