@@ -170,16 +170,13 @@ def _chunks(layers: int, ranks: int, wanted: int, resolver: ConfigResolver) -> i
     if not rest and share % wanted == 0 and share > wanted:
         return share // wanted
     fitting = [n for n in range(1, share) if not rest and share % n == 0]
+    possible = f"possible: {', '.join(map(str, fitting))}"
+    uneven = "--num-virtual-stages-per-pipeline-rank and --pipeline-partition"
+    none = f"no number does that; uneven stages come from {uneven}"
     raise ConfigError(
         f"{resolver.show('num_layers_per_virtual_pipeline_stage')}: each of the {ranks} processes "
         "of the pipeline must hold two or more stages of that many blocks, all "
-        f"{resolver.show('num_layers')} together; "
-        + (
-            f"possible: {', '.join(map(str, fitting))}"
-            if fitting
-            else "no number does that; uneven stages come from "
-            "--num-virtual-stages-per-pipeline-rank and --pipeline-partition"
-        )
+        f"{layers} together ({resolver.show('num_layers')}); {possible if fitting else none}"
     )
 
 

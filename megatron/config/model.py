@@ -240,8 +240,9 @@ class ModelConfig(_Network):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, including the decoder's."""
-        return self.num_layers + (self.decoder_num_layers or 0)
+        """Number of blocks, including the decoder's and those of a second encoder."""
+        further = sum(part.further_blocks(self) for part in self.parts)
+        return self.num_layers + (self.decoder_num_layers or 0) + further
 
     @property
     def blocks_ahead(self) -> int:
@@ -251,8 +252,7 @@ class ModelConfig(_Network):
     @property
     def token_types(self) -> int:
         """Number of rows of the token type embedding; 0 for no such embedding."""
-        given = self.num_tokentypes
-        return given if given is not None else 2 if self.bert_binary_head else 0
+        return 2 * self.bert_binary_head if self.num_tokentypes is None else self.num_tokentypes
 
     @property
     def head_activation(self) -> str:

@@ -134,12 +134,10 @@ def memory_of(model: Any, layer: int, tensor_size: int = 1) -> LayerMemory | Non
     layer = min(layer, model.blocks - 1)
     if not model.has("attention", layer):
         return None
-    for part in model.parts:
-        memory: LayerMemory | None = part.memory(layer, model, tensor_size)
-        if memory is not None:
-            return memory
+    kept = (part.memory(layer, model, tensor_size) for part in model.parts)
     heads = max(1, model.attention.num_query_groups // tensor_size)
-    return KeysAndValues(heads, model.attention.kv_channels)
+    usual = KeysAndValues(heads, model.attention.kv_channels)
+    return next((memory for memory in kept if memory is not None), usual)
 
 
 class ModelPart:
@@ -165,6 +163,10 @@ class ModelPart:
     @property
     def blocks_ahead(self) -> int:
         """Number of multi-token prediction blocks, which are configured like the last block."""
+        return 0
+
+    def further_blocks(self, model: Any) -> int:
+        """Return the number of blocks of stacks that only the feature's families have."""
         return 0
 
     def resolve(

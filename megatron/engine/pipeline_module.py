@@ -145,7 +145,7 @@ class Boundary(NamedTuple):
 
     def put_into(self, state: LayerState, tensors: Sequence[Tensor]) -> LayerState:
         values = dict(zip(self.names, tensors, strict=True))
-        hidden, encoder = values.pop("hidden"), values.pop("encoder", state.encoder)
+        hidden, encoder = (values.pop(name, getattr(state, name)) for name in _COMPUTED)
         return state.changed(hidden=hidden, encoder=encoder, losses={**state.losses, **values})
 
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:

@@ -145,10 +145,15 @@ def without_first_norm(spec: ModelSpec, model: ModelConfig) -> ModelSpec:
     return replace(spec, layers=layers)
 
 
+def leave_encoder(last: nn.Module, state: LayerState) -> LayerState:
+    """Apply the last layer of a first stack, whose output a later stage gets as ``encoder``."""
+    state = last(state)
+    return state.changed(encoder=state.hidden)
+
+
 def _enter_decoder(context: Context, table: nn.Module, state: LayerState) -> LayerState:
     tokens = context.take(state.batch.decoder_tokens_BD, 1)
-    state = _in_decoder(context, state)
-    return table(state.changed(hidden=tokens, encoder=state.hidden, bias=None))
+    return table(_in_decoder(context, state).changed(hidden=tokens, bias=None))
 
 
 def _in_decoder(context: Context, state: LayerState) -> LayerState:
@@ -214,7 +219,8 @@ def t5_layers(
             if cross and tp.context.size > 1:
                 layer = replace(layer, forward=partial(_decoder_block, tp.context))
             layers += [*[bias] * relative, layer]
-        return [*layers, LayerSpec(f"{name}.final_norm", partial(FinalNorm, model, tp))]
+        norm = LayerSpec(f"{name}.final_norm", partial(FinalNorm, model, tp))
+        return [*layers, norm if cross else replace(norm, forward=leave_encoder)]
 
     of_encoder, of_decoder = block_costs(model)
     return [

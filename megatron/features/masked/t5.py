@@ -299,7 +299,7 @@ def travels(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that cross a pipeline stage boundary: the encoder's hidden
     states [B, E / parts, H] or, in the decoder, its hidden states [B, D / parts, H] and the
-    encoder's output."""
+    encoder's output, which is all that crosses between the two."""
     parts = tp.slices * tp.context.size
 
     def shape(tokens_BS: Tensor) -> tuple[int, ...]:
@@ -308,9 +308,9 @@ def travels(
         return samples, length // parts, model.hidden_size
 
     encoded = shape(state.batch.encoder_tokens_BE)
-    if index <= decoder_start(model):
-        return {"hidden": encoded}
-    return {"hidden": shape(state.batch.decoder_tokens_BD), "encoder": encoded}
+    start = decoder_start(model)
+    shapes = {"hidden" if index < start else "encoder": encoded}
+    return shapes if index <= start else {"hidden": shape(state.batch.decoder_tokens_BD), **shapes}
 
 
 class T5Data(DataPipeline):

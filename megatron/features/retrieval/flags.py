@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.config.features import KindConfig, ModelPart
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, ConfigResolver, option
@@ -33,6 +33,10 @@ class BiencoderConfig(ModelPart):
     @property
     def idle(self) -> bool:
         return not (self.biencoder_shared_query_context_model or self.biencoder_projection_dim)
+
+    def further_blocks(self, model: Any) -> int:
+        one = self.biencoder_shared_query_context_model or model.family != FAMILY
+        return 0 if one else model.num_layers
 
     def resolve(
         self, layers: int, seq_length: int, longest: int | None, resolver: ConfigResolver

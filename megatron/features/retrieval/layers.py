@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.features.masked.bert import masks
 from megatron.features.masked.heads import LabelledBatch, first_token
-from megatron.features.masked.layers import bert_layers
+from megatron.features.masked.layers import bert_layers, leave_encoder
 from megatron.features.retrieval.flags import BiencoderConfig
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.parallel.layers import WholeLinear
@@ -179,18 +179,13 @@ def biencoder_layers(
         reading = partial(_read_context, model)
         rest = [replace(layer, forward=reading) if layer.block else layer for layer in rest]
     context = [words, replace(positions, with_next_block=True), *rest]
-    return [*encoder_layers(model, parallel, QUERY, tp), *context, loss]
+    *queries, head = encoder_layers(model, parallel, QUERY, tp)
+    return [*queries, replace(head, forward=leave_encoder), *context, loss]
 
 
 def _enter_context(model: ModelConfig, words: nn.Module, state: LayerState) -> LayerState:
-    rows = state.batch.context
-    entered = state.changed(
-        hidden=rows.tokens_BS,
-        encoder=state.hidden,
-        token_types=rows.types_BS,
-        masks=masks(model, rows),
-    )
-    return words(entered)
+    rows, seen = state.batch.context, masks(model, state.batch.context)
+    return words(state.changed(hidden=rows.tokens_BS, token_types=rows.types_BS, masks=seen))
 
 
 def _read_context(model: ModelConfig, block: nn.Module, state: LayerState) -> LayerState:
@@ -199,9 +194,8 @@ def _read_context(model: ModelConfig, block: nn.Module, state: LayerState) -> La
 
 def context_start(model: ModelConfig) -> int | None:
     """Return the index of the layer that embeds contexts' tokens; None with a shared encoder."""
-    shared = model.part(BiencoderConfig).biencoder_shared_query_context_model
     # + 4: token and position embeddings, final norm, and head of the query encoder
-    return None if shared else model.num_layers + 4
+    return model.num_layers + 4 if model.blocks > model.num_layers else None
 
 
 def travels(
@@ -213,14 +207,12 @@ def travels(
     start, queries = context_start(model), len(state.batch.query.tokens_BS)
     width = model.part(BiencoderConfig).biencoder_projection_dim or model.hidden_size
     if start is not None and index == start:
-        return {"hidden": (queries, 1, width)}
+        return {"encoder": (queries, 1, width)}
     within = start is not None and index > start
     samples, length = (state.batch.context.tokens_BS if within else state.hidden).shape
     assert length % tp.slices == 0
-    shapes: dict[str, tuple[int, ...]] = {
-        "hidden": (samples, length // tp.slices, model.hidden_size)
-    }
-    return {**shapes, "encoder": (queries, 1, width)} if within else shapes
+    shapes: dict[str, tuple[int, ...]] = {"encoder": (queries, 1, width)} if within else {}
+    return {"hidden": (samples, length // tp.slices, model.hidden_size)} | shapes
 
 
 def rows_state(model: ModelConfig, rows: LabelledBatch, batch: Any) -> LayerState:

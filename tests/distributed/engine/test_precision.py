@@ -93,6 +93,18 @@ def test_families_with_a_wide_residual_stream(pool, family, stage):
     np.testing.assert_allclose(record.losses, expected.losses, rtol=3e-3)
 
 
+@pytest.mark.parametrize("family", ["t5", pytest.param("biencoder", marks=pytest.mark.proof)])
+def test_only_the_output_of_a_stack_crosses_to_the_next(pool, family):
+    """It is in bfloat16, as it comes from a norm or a head, where hidden states are in float32."""
+    model = [*FAMILIES[family], *NO_DROPOUT, "--train-iters", "3"]
+    expected = train_plainly(model)
+    blocks = {"t5": "4,4", "biencoder": "8,8"}[family]
+    flags = ["--bf16", "--fp32-residual-connection", "--zero-stage", "1"]
+    flags += [*PIPELINES["1f1b"], "--pipeline-partition", blocks]
+    record = pool.run(2, train, [*model, *flags])[0]
+    np.testing.assert_allclose(record.losses, expected.losses, rtol=3e-3)
+
+
 @pytest.mark.parametrize(
     ("layout", "precision", "stage"),
     [

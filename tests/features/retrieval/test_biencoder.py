@@ -1,6 +1,8 @@
 """Biencoders against two BERTs of transformers with the same weights, in float64: losses and
 gradients by the definition."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -20,12 +22,14 @@ from bert_pairs import (
 from configs import with_flags
 from torch import nn
 
-from megatron.config import ConfigError
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
+from megatron.engine.pipeline_module import layer_bounds
 from megatron.families import build_model, spec_of
 from megatron.features.retrieval.layers import places
 from megatron.features.retrieval.samples import PairCollator
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import Init
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.run.run import parse_run
 
 transformers = pytest.importorskip("transformers")
@@ -130,8 +134,25 @@ def test_place_is_that_of_a_stable_sort():
     assert places(torch.zeros(4, 4), torch.arange(4)).tolist() == [0, 1, 2, 3]
 
 
+ARGV = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data "
+    "--max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1"
+)
+
+
 def test_a_norm_that_encoders_have_is_not_left_out():
-    argv = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data"
-    argv += " --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1"
     with pytest.raises(ConfigError, match="--no-first-norm would change nothing"):
-        parse_run(None, [*argv.split(), "--no-first-norm"], family="biencoder")
+        parse_run(None, [*ARGV.split(), "--no-first-norm"], family="biencoder")
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["towers", "shared"])
+def test_pipelines_divide_the_blocks_of_both_encoders(shared):
+    flags = f"{ARGV} --model-family biencoder --tokenizer-type NullTokenizer --vocab-size 99"
+    flags += " --biencoder-shared-query-context-model" * shared
+    flags += " --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    flags += " --global-batch-size 2"
+    config = resolve(FlagParser(*FLAG_CLASSES).settings(flags.split()), 2).config
+    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
+    bounds = pairwise(layer_bounds(layers, config.parallel))
+    blocks = [sum(layer.block for layer in layers[a:b]) for a, b in bounds]
+    assert blocks == [1] * (4 if shared else 8)
