@@ -11,8 +11,8 @@ this rank, K choices of a token, L losses.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,22 +48,22 @@ class GlobalCounts:
     def reset(self) -> None:
         """Reset the counts at the start of a step."""
         self._total_E: Tensor | None = None
-        self._to_recompute: deque[Tensor] = deque()
+        self._to_recompute = defaultdict[int, list[Tensor]](list)
 
-    def with_micro_batch(self, counts_E: Tensor) -> Tensor:
-        """Add a micro batch's choices by expert, int64 [E], and return the sums so far. When a
-        layer is recomputed in the backward pass, return the sums of its forward pass instead; micro
-        batches must be recomputed in the order of their forward passes. With gradients disabled, as
-        in evaluation, return only the sums of this micro batch."""
+    def with_micro_batch(self, micro_batch: object, counts_E: Tensor) -> Tensor:
+        """Add a micro batch's choices by expert, int64 [E], and return the sums so far. Where the
+        backward pass recomputes a layer, return those of its forward pass: the last ones of the
+        object ``micro_batch``, whose uses of a layer are recomputed in the opposite order. Without
+        gradients, as in evaluation, return only the sums of this micro batch."""
         if torch._C._current_graph_task_id() != -1:
-            return self._to_recompute.popleft()
+            return self._to_recompute[id(micro_batch)].pop()
         counts_E = counts_E.clone()
         if self._samples.size > 1:
             dist.all_reduce(counts_E, group=self._samples.handle)
         if not torch.is_grad_enabled():
             return counts_E
         self._total_E = counts_E if self._total_E is None else self._total_E + counts_E
-        self._to_recompute.append(self._total_E)
+        self._to_recompute[id(micro_batch)].append(self._total_E)
         return self._total_E
 
 
@@ -73,7 +73,7 @@ def losses(
     config: ExpertsConfig,
     experts: int,
     tokens: SharedTokens,
-    global_counts: GlobalCounts | None = None,
+    with_others: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Compute the losses of a layer that have a nonzero weight, by name.
 
@@ -81,8 +81,8 @@ def losses(
     is the mean probability of expert i, and f_i its share of the choices. As in Megatron-LM, the
     counted choices are the largest probabilities, ignoring groups, expert bias and capacity. Shares
     are those of the micro batch, of each sample with the mean over samples (``seq_``), or of all
-    micro batches of a step so far (``global_``, Qiu et al. 2025, arXiv:2501.11873), which
-    ``global_counts`` collects. transformers' ``load_balancing_loss_func`` is K times the first one,
+    micro batches of a step so far (``global_``, Qiu et al. 2025, arXiv:2501.11873), whose choices
+    [E] ``with_others`` adds. transformers' ``load_balancing_loss_func`` is K times the first one,
     because its shares add up to K.
 
     The z-loss is the mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
@@ -97,8 +97,8 @@ def losses(
         counts = {MICRO_BATCH: counts_BE.sum(0), SAMPLES: counts_BE}
         if GLOBAL_BATCH in names:
             counts[GLOBAL_BATCH] = counts[MICRO_BATCH]
-            if global_counts is not None:
-                counts[GLOBAL_BATCH] = global_counts.with_micro_batch(counts[MICRO_BATCH])
+            if with_others is not None:
+                counts[GLOBAL_BATCH] = with_others(counts[MICRO_BATCH])
         for name in names & counts.keys():
             shares = counts[name].to(scores_TE.dtype)
             shares = shares / shares.sum(-1, keepdim=True)

@@ -227,8 +227,8 @@ class ExpertsMLP(nn.Module):
     ) -> LayerState:
         if not state.losses:
             return state
-        counts = self.balance.global_counts
-        computed = losses(routing, logits_TE, self.part, self.count, tokens, counts)
+        with_others = partial(self.balance.global_counts.with_micro_batch, state.targets)
+        computed = losses(routing, logits_TE, self.part, self.count, tokens, with_others)
         for name, loss in computed.items():
             if name in state.losses:
                 state = state.with_loss(name, loss / self.layers)

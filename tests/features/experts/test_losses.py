@@ -1,6 +1,7 @@
 """Losses that balance experts, and the bias that does it without one, against loops and
 transformers."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,8 @@ def with_losses(config: SimpleNamespace, *names: str) -> SimpleNamespace:
 def losses_of(logits_TE, config, samples=1, bias_E=None, counts=None):
     tokens, experts = SharedTokens(samples, len(logits_TE) // samples), logits_TE.shape[1]
     routing = route(logits_TE, config, experts, tokens, True, bias_E)
-    return losses(routing, logits_TE, config, experts, tokens, counts)
+    with_others = counts and partial(counts.with_micro_batch, logits_TE)
+    return losses(routing, logits_TE, config, experts, tokens, with_others)
 
 
 def switch_loss(scores_TE, k, shares_E=None):
@@ -175,6 +177,34 @@ def test_global_loss_has_the_choices_of_the_step_so_far(recomputed):
         expected = switch_loss(batches[0].detach().softmax(-1), 2)
         torch.testing.assert_close(alone, expected, rtol=1e-13, atol=0)
         counts.reset()
+
+
+def test_a_layer_that_is_used_twice_is_recomputed_with_its_own_counts():
+    """Of a repeated prediction block, the second use is recomputed first."""
+    config = with_losses(router(2, pre_softmax=True), "global_load_balancing_loss")
+    batches = [random_logits(20, 8, seed=n) for n in range(2)]
+
+    def gradients(recomputed):
+        counts, totals = GlobalCounts(), []
+        leaves = [batch.clone().requires_grad_() for batch in batches]
+
+        def use(logits_TE, batch):
+            tokens = SharedTokens(1, len(logits_TE))
+            routing = route(logits_TE, config, 8, tokens, True, None)
+            with_others = partial(counts.with_micro_batch, batch)
+            computed = losses(routing, logits_TE, config, 8, tokens, with_others)
+            return logits_TE.roll(1), computed["global_load_balancing_loss"]
+
+        run = partial(checkpoint, use, use_reentrant=False) if recomputed else use
+        for batch, leaf in zip(batches, leaves, strict=True):
+            again_TE, first = run(leaf, batch)
+            totals.append(first + run(again_TE, batch)[1])
+        for total in totals:
+            total.backward()
+        return [leaf.grad for leaf in leaves]
+
+    for ours, whole in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(ours, whole)
 
 
 def test_global_loss_has_the_choices_of_all_data_parallel_ranks():
