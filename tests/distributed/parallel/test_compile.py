@@ -136,7 +136,7 @@ def test_a_block_with_collectives_is_one_graph(pool, layout):
 @pytest.mark.parametrize("layout", ["whole", "sequence", "p2p", "a2a"])
 def test_two_ranks_against_eager_blocks(pool, layout):
     """Attention in rings, whose kernels and collectives have an order of their own, stands between
-    two graphs of a block."""
+    two graphs of each function that leads to it: the block's and two of the attention."""
     for worst, graphs in pool.run(2, job, layout, timeout=600.0):
         assert worst < 1e-5
-        assert graphs == (4 if layout == "p2p" else 1)
+        assert graphs == (6 if layout == "p2p" else 1)
