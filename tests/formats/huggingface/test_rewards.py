@@ -35,6 +35,11 @@ def theirs_of(model_type, settings, labels=1):
     return model
 
 
+def test_transformers_has_each_reward_class():
+    theirs = {config.model_type for config in AutoModelForSequenceClassification._model_mapping}
+    assert set(CAUSAL) <= theirs
+
+
 @pytest.mark.parametrize(
     ("model_type", "case"),
     sampled(CHOSEN, lambda case: case[0] in ("gpt2", "llama", "gemma3_text")),

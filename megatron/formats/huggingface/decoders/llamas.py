@@ -30,15 +30,13 @@ from megatron.formats.huggingface.entries import INTERLEAVED_QKV, norm
 from megatron.formats.huggingface.llama import DIVISIBLE, GEMMA2, HEAD_DIM, read_gemma, write_gemma
 
 IQUEST_CODER = relative(
-    "IQuest-Coder", "iquestcoder", "LlamaForCausalLM", biases=BIASES, requirements=(DIVISIBLE,)
-)
+    "IQuest-Coder", "iquestcoder", "LlamaForCausalLM", biases=BIASES, requirements=(DIVISIBLE,),
+    rewards=False,
+)  # fmt: skip
 """IQuest-Coder: Llama under another name."""
 
 INTERNLM3 = relative(
-    "InternLM3",
-    "internlm3",
-    "LlamaForCausalLM",
-    biases=BIASES,
+    "InternLM3", "internlm3", "LlamaForCausalLM", biases=BIASES, rewards=False,
     requirements=(
         DIVISIBLE,
         Requirement(
@@ -46,7 +44,7 @@ INTERNLM3 = relative(
             "no --add-attention-bias and no --add-mlp-bias",
         ),
     ),
-)
+)  # fmt: skip
 """InternLM3: Llama with biases in all linear layers, or in none."""
 
 MINISTRAL = relative(
