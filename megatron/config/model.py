@@ -240,7 +240,7 @@ class ModelConfig(_Network):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, including the decoder's and those of a second encoder."""
+        """Number of blocks in all stacks: also in a decoder or a second encoder."""
         further = sum(part.further_blocks(self) for part in self.parts)
         return self.num_layers + (self.decoder_num_layers or 0) + further
 

@@ -52,9 +52,9 @@ class GlobalCounts:
 
     def with_micro_batch(self, micro_batch: object, counts_E: Tensor) -> Tensor:
         """Add a micro batch's choices by expert, int64 [E], and return the sums so far. Where the
-        backward pass recomputes a layer, return those of its forward pass: the last ones of the
-        object ``micro_batch``, whose uses of a layer are recomputed in the opposite order. Without
-        gradients, as in evaluation, return only the sums of this micro batch."""
+        backward pass recomputes a layer, return what the forward pass returned for the object
+        ``micro_batch``, last use of the layer first. Without gradients, as in evaluation, return
+        only the sums of this micro batch."""
         if torch._C._current_graph_task_id() != -1:
             return self._to_recompute[id(micro_batch)].pop()
         counts_E = counts_E.clone()

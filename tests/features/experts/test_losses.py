@@ -180,7 +180,7 @@ def test_global_loss_has_the_choices_of_the_step_so_far(recomputed):
 
 
 def test_a_layer_that_is_used_twice_is_recomputed_with_its_own_counts():
-    """Of a repeated prediction block, the second use is recomputed first."""
+    """The backward pass recomputes the second use of a repeated prediction block first."""
     config = with_losses(router(2, pre_softmax=True), "global_load_balancing_loss")
     batches = [random_logits(20, 8, seed=n) for n in range(2)]
 
