@@ -83,11 +83,11 @@ WORKERS ?= 3
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --workers $(WORKERS)
 
 # The tests are collected by one process: mypy has another core meanwhile.
-test: $(STAMP)  ## ruff, mypy and the test suite, with a fixed sample of the long tables
+test: $(STAMP)  ## ruff, mypy and the tests that take seconds; WHOLE=1 is the whole suite
 	$(MAKE) --jobs=2 lint suite
 
 suite:
-	$(PYTEST) -m 'not proof'
+	$(PYTEST) -m 'not proof$(if $(WHOLE),, and not slow)'
 
 # What was seen to pass on this code is in tests/ledger.jsonl, and is not run again (tests/ledger.py).
 proof: lint  ## the long tables that are not proven on this code; MINUTES=60 stops, PART=2/4 is a part

@@ -18,7 +18,7 @@ from cost import Cost  # noqa: E402
 from forks import Forks  # noqa: E402
 from leaks import Leaks  # noqa: E402
 from ledger import Recorder  # noqa: E402
-from parts import parse_part, recorded, split  # noqa: E402
+from parts import parse_part, recorded, slow, split  # noqa: E402
 from stem import SELDOM  # noqa: E402
 
 # torch's store asks for the names of its clients; a lost answer of a name server would take 5 s.
@@ -98,7 +98,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make no tests of the cases that ``-m "not proof"`` leaves out: more than half of all."""
-    if metafunc.config.option.markexpr == "not proof":
+    if metafunc.config.option.markexpr.startswith("not proof"):
         calls = metafunc._calls
         kept = [call for call in calls if all(mark.name != "proof" for mark in call.marks)]
         calls[:] = kept or calls[:1]  # a function without a case would be a test without arguments
@@ -106,7 +106,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a part, the longest pieces first."""
+    """Mark what is slow, and keep the tests of a part, the longest pieces first."""
+    slow_functions = slow(recorded())
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow_functions:
+            item.add_marker("slow")
     if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
         # It would parse all of this project's modules, to draw their constants.
         providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]

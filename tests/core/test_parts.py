@@ -63,7 +63,9 @@ def test_pytest_selects_parts(capfd):
 
 
 def test_seconds_of_junit_files(tmp_path, monkeypatch):
-    (tmp_path / "seconds.txt").write_text("2 tests/core\n5 tests/core/test_parts.py\n")
+    (tmp_path / "seconds.txt").write_text(
+        "2 tests/core\n5 tests/core/test_parts.py\n9 tests/core/test_parts.py::test_a\n"
+    )
     (tmp_path / "junit.xml").write_text(
         """<testsuites><testsuite>
         <testcase classname="tests.core.test_parts" name="test_a[1]" time="0.5"/>
@@ -80,3 +82,11 @@ def test_seconds_of_junit_files(tmp_path, monkeypatch):
         "tests/core/test_parts.py": 0.3,
         "tests/core/test_parts.py::TestC::test_c": 4.0,
     }
+    assert parts.slow(parts.recorded()) == {"tests/core/test_parts.py::TestC::test_c"}
+
+
+def test_make_test_leaves_out_what_is_slow(monkeypatch):
+    quick, whole = collected("-m", "not proof and not slow"), collected("-m", "not proof")
+    left_out = {name.partition("[")[0] for name in whole - quick}
+    assert quick and left_out == parts.slow(parts.recorded()) & {n.partition("[")[0] for n in whole}
+    assert left_out

@@ -2,11 +2,11 @@
 
     make proof PART=2/4
 
-Every test is in exactly one part, the same one wherever it runs. ``seconds.txt`` next to this file
-says what a test takes: a line has seconds and the beginning of the tests' names, the longest
-beginning counts. Junit files of any selection bring it up to date::
+Every test is in exactly one part, the same one wherever it runs. ``tests/seconds.txt`` says what a
+test takes: a line has seconds and the beginning of the tests' names, the longest beginning counts.
+Those of functions also say which tests are slow. Junit files of any selection bring it up to date::
 
-    pytest --workers 2 -m "" --junitxml=seconds.xml tests/distributed
+    pytest --workers 3 -m "not proof" --junitxml=seconds.xml
     python tests/helpers/parts.py seconds.xml
 """
 
@@ -28,6 +28,8 @@ SHARE = 8
 share fixtures with their neighbours."""
 LONG = 1.0
 """Seconds from which on a test function has a line of its own in ``seconds.txt``."""
+SLOW = 1.5
+"""Seconds from which on ``make test`` leaves the cases of a function out."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ def recorded() -> dict[str, float]:
     """Seconds of a test by the beginning of its name."""
     lines = (line.split(maxsplit=1) for line in RECORDED.read_text().splitlines())
     return {beginning: float(seconds) for seconds, beginning in lines}
+
+
+def slow(seconds: Mapping[str, float]) -> set[str]:
+    """Names of the test functions whose cases take ``SLOW`` seconds or longer."""
+    return {name for name, took in seconds.items() if "::" in name and took >= SLOW}
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -108,8 +115,9 @@ def _cut(file: str, tests: list[str], took: Mapping[str, float], longest: float)
     ]
 
 
-def measured(files: Iterable[Path]) -> dict[str, float]:
-    """Mean seconds of a test from junit files: of each long function, and of each file's others."""
+def measured(files: Iterable[Path]) -> tuple[dict[str, float], set[str]]:
+    """Mean seconds of a test from junit files: of each long function, and of each file's others;
+    and the names of those others."""
     functions = defaultdict(list)
     for file in files:
         for case in ElementTree.parse(file).iter("testcase"):
@@ -121,19 +129,21 @@ def measured(files: Iterable[Path]) -> dict[str, float]:
                 function = "::".join([*rest, test])
                 name = Path(*path).with_suffix(".py").as_posix()
                 functions[name, function].append(float(case.get("time", 0)))
-    found, others = {}, defaultdict(list)
+    found, others, short = {}, defaultdict(list), set()
     for (path_, function), times in functions.items():
         if sum(times) / len(times) >= LONG:
             found[f"{path_}::{function}"] = sum(times) / len(times)
         else:
             others[path_] += times
-    return found | {path_: sum(times) / len(times) for path_, times in others.items()}
+            short.add(f"{path_}::{function}")
+    return found | {path_: sum(times) / len(times) for path_, times in others.items()}, short
 
 
 def main() -> None:
     """Brings ``seconds.txt`` up to date with junit files."""
-    new = measured(map(Path, sys.argv[1:]))
-    lines = sorted((recorded() | new).items())
+    new, short = measured(map(Path, sys.argv[1:]))
+    kept = {name: took for name, took in recorded().items() if name not in short}
+    lines = sorted((kept | new).items())
     RECORDED.write_text("".join(f"{seconds:.3g} {name}\n" for name, seconds in lines))
 
 
