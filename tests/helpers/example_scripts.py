@@ -6,7 +6,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from megatron.config import FLAG_CLASSES, FlagParser, resolve
+from megatron.config import FLAG_CLASSES, FlagParser, Setting, resolve
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_file import read_json
 from megatron.families import family_of
@@ -51,7 +51,10 @@ def printed(path, *flags, **settings):
 
 def resolved(flags, world_size, family="gpt"):
     """Return the configuration of a run on that many processes."""
-    settings = family_of(family).complete_settings(FlagParser(*FLAG_CLASSES).settings(flags))
+    given = FlagParser(*FLAG_CLASSES).settings(flags)
+    settings = family_of(family).complete_settings(
+        {"family": Setting(family, "this program")} | given
+    )
     if "deepspeed_config" in settings:
         file = ROOT / settings["deepspeed_config"].value
         settings = deepspeed_json.merge(settings, read_json(str(file)), str(file), world_size)
