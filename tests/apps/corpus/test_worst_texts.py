@@ -1,4 +1,4 @@
-"""A megabyte of what each reader of text likes least takes less than a second."""
+"""A megabyte of what each reader of text likes least is read in about a second."""
 
 import functools
 import io
@@ -24,8 +24,9 @@ SIZE = 1_000_000
 """Bytes of UTF-8, about."""
 FIRST = 50_000
 """Bytes that are tried before, so that a reader that is slow is found in seconds."""
-LIMIT = 1.0
-"""Seconds of the processor."""
+LIMIT = 100
+"""Passes of Python over as many characters in which a text is read: a second or two, on a processor
+that others use as well."""
 MARKS = "\u0315\u0300\u0323"
 NGRAM = " ".join(["a"] * 13)
 
@@ -156,6 +157,13 @@ SAMPLED = {
 """Once slow, and run by default."""
 
 
+def seconds(function: Callable[[], object]) -> float:
+    """Seconds of the processor that a call takes."""
+    begin = time.process_time()
+    function()
+    return time.process_time() - begin
+
+
 @pytest.mark.parametrize(
     ("reader", "worst"),
     sampled(
@@ -170,9 +178,8 @@ def test_a_megabyte_takes_less_than_a_second(reader, worst, tmp_path):
     read, make = (OF_JSON | OF_TEXT)[reader], (JSON | TEXTS)[worst]
     for size in (FIRST, SIZE):
         text = make(size)
-        begin = time.process_time()
-        read(text, tmp_path)
-        assert time.process_time() - begin < LIMIT
+        limit = LIMIT * seconds(lambda: sum(map(ord, "a" * SIZE)))
+        assert seconds(functools.partial(read, text, tmp_path)) < limit
 
 
 def test_normalisation_leaves_only_long_runs_as_they_are():
