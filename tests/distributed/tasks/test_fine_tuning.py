@@ -170,7 +170,10 @@ def test_against_transformers(task, size, pool, files, tmp_path):
     reference.take_weights(saved / "global_step0")
     expected = reference.train(files / train, 2)
     assert len(expected) > 30
-    np.testing.assert_allclose(found.losses, expected, rtol=1e-5)
+    # A difference of rounding doubles within nine steps.
+    allowed = 3e-6 * 2 ** (np.arange(len(expected)) / 9)
+    off = np.abs(np.divide(found.losses, expected) - 1)
+    assert (off < allowed).all(), off / allowed
     metrics = last_metrics(found)
     assert metrics.keys() == valid.keys()
     for name, path in valid.items():
