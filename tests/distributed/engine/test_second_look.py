@@ -3,8 +3,8 @@ layout and dtype; a rank that computes wrongly, once or always, is named, and ba
 
 import contextlib
 import io
-import math
 import re
+from math import inf
 from unittest import mock
 
 import numpy as np
@@ -125,10 +125,10 @@ FAULTS = [
     ("pp2-dp2", 1, 1, False, 1.1, r"one of the ranks of one model rank 1 .*, rank 3 .*\(once\)"),
     ("dp4", 1, 2, True, 1.1, r"rank 2 \(\S+\) computes wrongly \(every time\)"),
     ("dp4", 3, 0, True, 1.1, r"rank 0 \(\S+\) computes wrongly \(every time\)"),
-    ("dp2", 2, 1, True, math.inf, r"rank 1 \(\S+\) computes wrongly \(every time\)"),
-    ("dp2", 0, 0, True, math.inf, r"rank 0 \(\S+\) computes wrongly \(every time\)"),
+    ("dp2", 2, 1, True, inf, r"rank 1 \(\S+\) computes wrongly \(every time\)"),
+    ("dp2", 0, 0, True, inf, r"rank 0 \(\S+\) computes wrongly \(every time\)"),
     ("cp2-dp2", 1, 1, False, 1.1, r"one of the ranks of one model rank 0 .*, rank 1 .*\(once\)"),
-    ("tp2-dp2", 0, 1, True, math.inf, r"one of the ranks of one model rank 0 .*, rank 1 .*every time"),
+    ("tp2-dp2", 0, 1, True, inf, r"one of the ranks of one model rank 0 .*, rank 1 .*every time"),
 ]
 
 
