@@ -83,7 +83,7 @@ WORKERS ?= 3
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --workers $(WORKERS)
 
 # The tests are collected by one process: mypy has another core meanwhile.
-test: $(STAMP)  ## ruff, mypy and the tests that take seconds; WHOLE=1 is the whole suite
+test: $(STAMP)  ## ruff, mypy and tests of less than 1.5 s; WHOLE=1 runs the whole suite
 	$(MAKE) --jobs=2 lint suite
 
 suite:

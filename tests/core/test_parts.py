@@ -85,7 +85,7 @@ def test_seconds_of_junit_files(tmp_path, monkeypatch):
     assert parts.slow(parts.recorded()) == {"tests/core/test_parts.py::TestC::test_c"}
 
 
-def test_make_test_leaves_out_what_is_slow(monkeypatch):
+def test_make_test_leaves_out_what_is_slow():
     quick, whole = collected("-m", "not proof and not slow"), collected("-m", "not proof")
     left_out = {name.partition("[")[0] for name in whole - quick}
     assert quick and left_out == parts.slow(parts.recorded()) & {n.partition("[")[0] for n in whole}
