@@ -158,7 +158,7 @@ class Ledger:
             before,
             cases=len(cases),
             passed=tuple(case for case in cases if case in passed),
-            skipped=len(skipped) or before.skipped,
+            skipped=min(len(skipped) or before.skipped, len(cases) - len(passed)),
             seconds=round(seconds, 1),
             date=datetime.now(UTC).date().isoformat(),
             commit=commit(),

@@ -91,6 +91,16 @@ def test_parts_of_several_runs_become_whole(tmp_path):
     assert book.fresh(TEST, CASES[TEST][2], "one")
 
 
+def test_a_case_that_passes_later_counts_as_skipped_no_longer():
+    book = Ledger()
+    book.add(CASES, [outcome(n, outcome="skipped") for n in range(3)])
+    assert book.parts[TEST].skipped == 3
+    book.add(CASES, [outcome(0), outcome(1)])
+    assert book.parts[TEST].skipped == 1
+    book.add(CASES, [outcome(2)])
+    assert (book.whole[TEST].skipped, book.whole[TEST].passed) == (0, None)
+
+
 def test_a_failure_is_no_evidence():
     book = Ledger()
     book.add(CASES, [outcome(n) for n in range(3)])
