@@ -41,6 +41,7 @@ FUZZ = "tests/fuzz/test_fuzz.py"
         ("tests/helpers/configs.py", {COOLDOWN}),
         (LAYOUTS, {LAYOUTS}),
         ("tests/helpers/parts.py", set()),
+        ("megatron/apps/parity/runs.py", {LAYOUTS, Z_LOSS, COOLDOWN}),
         ("tests/fuzz/campaign.py", {FUZZ}),
         ("tests/fuzz/readers/retro.py", {FUZZ}),
         ("megatron/apps/corpus/collection/decontamination.py", {FUZZ}),

@@ -38,6 +38,9 @@ ORGANISATION = {
 }
 """Files that say which tests run, and not what they do."""
 
+STEM = TESTS / "helpers" / "stem.py"
+"""It names modules to import ahead of time. A test itself names those that it uses."""
+
 _FILE = re.compile(r"[\w./-]+\.(py|sh|json|jsonl|txt|tsv|toml|yaml|md)")
 _USE = re.compile(r"--([a-z][\w-]*)|\b([a-z]\w*)\s*=(?!=)|[\"']([a-z]\w*)[\"']")
 """A flag of a command, an argument or field with a value, or a name in quotes."""
@@ -78,7 +81,7 @@ def _references(path: Path) -> frozenset[Path]:
     files = set(_imported(path))
     if path == FEATURES:
         files |= {file for folder in SUBJECTS for file in folder.glob("*/feature.py")}
-    if path == FORMATS or ROOT / "megatron" not in path.parents:
+    if path == FORMATS or (path != STEM and ROOT / "megatron" not in path.parents):
         files |= set(_named(path))
     return frozenset(files)
 
