@@ -39,8 +39,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.apps.parity.check import (
-    FACTOR,
-    FIRST_STEP,
     HALF_LOSS,
     HALF_NORM,
     Checker,
@@ -49,6 +47,7 @@ from megatron.apps.parity.check import (
     check_flags,
 )
 from megatron.apps.parity.layouts import parse_layout
+from megatron.apps.parity.runs import FACTOR, FIRST_STEP
 from megatron.apps.parity.symbolic.check import check_run
 from megatron.checkpoint.files import write_json
 from megatron.config import ConfigError, Settings

@@ -4,12 +4,14 @@ lm-eval says of them by either."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -137,6 +139,15 @@ def greedy(model: Path, contexts: list[str]) -> Iterator[str]:
 
 
 @contextmanager
+def alone() -> Iterator[None]:
+    """Hide the layout from lm-eval's own model, which would wait for the other ranks."""
+    with patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        yield
+
+
+@contextmanager
 def quick_report() -> Iterator[None]:
     """lm-eval without its report of the environment, for which it starts programs."""
     from lm_eval import evaluator
@@ -168,7 +179,8 @@ def theirs(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=batch_size)
+    with alone():
+        lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=batch_size)
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     with quick_report():
         return simple_evaluate(lm, tasks=list(names), task_manager=manager, bootstrap_iters=0)

@@ -104,7 +104,7 @@ def train_plainly(argv: Sequence[str], order: Sequence[int] | None = None) -> Ru
 
 @functools.cache
 def _trained_plainly(argv: tuple[str, ...], order: tuple[int, ...] | None) -> RunRecord:
-    return runs.train_plainly(argv, order)
+    return runs.PlainTraining(argv, order).run()
 
 
 def gradients(argv: list[str]) -> GradientRecord:

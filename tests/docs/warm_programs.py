@@ -30,6 +30,7 @@ def run(job: dict, environment: dict, output: str) -> NoReturn:
             os.dup2(sink, stream)
         os.environ.update(environment)
         sys.argv = [job["file"], *job["argv"]]
+        sys.path.insert(0, os.path.dirname(job["file"]))
         runpy.run_path(job["file"], run_name="__main__")
         status = 0
     except SystemExit as end:

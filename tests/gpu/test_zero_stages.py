@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu_runs import TINY, train
 
-from megatron.apps.parity.runs import RunRecord, train_plainly
+from megatron.apps.parity.runs import PlainTraining, RunRecord
 
 KINDS = {"fp32": [], "bf16": ["--bf16"]}
 LOSSES = {"fp32": 1e-3, "bf16": 2e-2}
@@ -20,7 +20,7 @@ NORMS = {"fp32": 2e-3, "bf16": 5e-2}
 @pytest.fixture(scope="module")
 def in_float64() -> RunRecord:
     """The same training in plain torch on the CPU."""
-    return train_plainly(TINY, dtype=torch.float64)
+    return PlainTraining(TINY, dtype=torch.float64).run()
 
 
 def check(record: RunRecord, reference: RunRecord, form: str) -> None:

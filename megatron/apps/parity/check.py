@@ -164,10 +164,6 @@ def _words(settings: Settings) -> list[str]:
     return words
 
 
-FIRST_STEP = 1e-6  # allowed relative difference of loss and gradient norm in the first fp32 step
-FACTOR = 4
-"""Allowed difference in later steps, as a multiple of the rounding noise measured on one process. A
-layout splits more sums than the runs that measure this noise."""
 HALF_LOSS = 5e-3
 HALF_NORM = 2e-2
 """Allowed relative difference of bf16 or fp16 loss and gradient norm from one process in fp32."""
@@ -311,10 +307,10 @@ def _plain_gradients(argv: Sequence[str]) -> GradientRecord:
 
 
 def _plain_training(argv: Sequence[str]) -> PlainRun:
-    training, record = PlainTraining(argv), RunRecord()
+    training = PlainTraining(argv)
     loss, norm, first = first_step_of(training)
-    steps = [(loss, norm), *(training.step() for _ in range(training.steps - 1))]
-    record.losses, record.norms = map(list, zip(*steps, strict=True))
+    rest = training.run()
+    record = RunRecord([loss, *rest.losses], [norm, *rest.norms])
     _check_finite(record.losses, record.norms)
     return PlainRun(record, rounding_noise(argv, record), first)
 
@@ -361,16 +357,10 @@ def _training_difference(
 
 
 def _bounds(layout: Layout, plain: PlainRun) -> Drift:
+    if layout.precision == "fp32":
+        return plain.noise.bounds(plain.record)
     losses = np.abs(plain.record.losses)
-    if layout.precision != "fp32":
-        return Drift(HALF_LOSS * losses, np.full_like(losses, HALF_NORM))
-    bounds = Drift(
-        np.full_like(losses, FACTOR * plain.noise.losses.max()),
-        np.full_like(losses, FACTOR * plain.noise.norms.max()),
-    )
-    bounds.losses[0] = min(bounds.losses[0], FIRST_STEP * losses[0])
-    bounds.norms[0] = min(bounds.norms[0], FIRST_STEP)
-    return bounds
+    return Drift(HALF_LOSS * losses, np.full_like(losses, HALF_NORM))
 
 
 def _with_numbers(outcome: Outcome, layout: Layout, record: RunRecord, plain: PlainRun) -> Outcome:
