@@ -37,6 +37,8 @@ from megatron.training.trainer import Callback, Step, Trainer
 ORDERS = 3  # runs of one process that sum the micro batches in other orders
 NUDGES = 3  # and from weights whose last bits differ
 FIRST_STEP, FACTOR = 1e-6, 4
+"""Allowed relative difference in the first float32 step, and in all steps as a multiple of the
+effect of rounding on one process."""
 EPSILON = torch.finfo(torch.float32).eps
 
 

@@ -5,10 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from against_one_process import check_training
+from against_one_process import check_training, within
 from training_jobs import TINY, train, train_plainly
 
 from megatron.apps.parity.layouts import flags_for, parse_layout
+from megatron.apps.parity.runs import NUDGES, Drift, nudged, rounding_noise
 
 LLAMA = (
     "--num-layers 4 --swiglu --position-embedding-type rope --normalization RMSNorm "
@@ -40,6 +41,15 @@ def test_float32_as_plain_torch(pool, layout):
     """Hidden dropout is on where masks equal those of one process."""
     parsed = parse_layout(layout)
     check_training(pool, parsed.processes, training(parsed.dropout, 12), flags_for(parsed))
+
+
+def test_noise_counts_how_weights_are_rounded():
+    """A last bit of the weights drives these trainings further apart than other orders of sums."""
+    argv = training("hidden", 3)
+    alone = train_plainly(argv)
+    noise = rounding_noise(argv, alone)
+    moved = Drift.between([nudged(argv, seed).run() for seed in range(NUDGES)], alone)
+    assert within(moved, noise)
 
 
 HALVES = [
